@@ -1,0 +1,84 @@
+"""Finds free TCP ports, and says who holds one that is not.
+
+Invariant: ports handed out by one `Ports` differ from each other. Between choosing a port and an engine's bind another
+process may still take it; the engine then dies at start and its log says so.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+from kvbaton.launch.remedy import usage_error
+
+
+class Ports:
+    """Hands out ports on one host, each once."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._taken: set[int] = set()
+
+    def take(self, wanted: int, *, what: str) -> int:
+        """`wanted`, or any free port where it is 0. UsageError names the port, what it is for and who holds it."""
+        if wanted:
+            if not _can_bind(self._host, wanted):
+                raise usage_error(
+                    f"port {wanted} for {what} is in use{_holder(wanted)}",
+                    "Stop that process, or choose another port (0 takes a free one).",
+                )
+            self._taken.add(wanted)
+            return wanted
+        while True:
+            port = _any_free(self._host)
+            if port not in self._taken:
+                self._taken.add(port)
+                return port
+
+    def prefer(self, wanted: int) -> int:
+        """`wanted` if it is free, else any free port."""
+        usable = wanted not in self._taken and _can_bind(self._host, wanted)
+        return self.take(wanted if usable else 0, what="a preference")
+
+
+def _can_bind(host: str, port: int) -> bool:
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        # As servers do: a connection of an earlier run in TIME_WAIT does not count as in use.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except PermissionError:
+            raise usage_error(f"port {port} needs more rights than this user has", "Use a port above 1023.") from None
+        except OSError:
+            return False
+    return True
+
+
+def _any_free(host: str) -> int:
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise usage_error(f"host {host!r}: {error.strerror}", "Use an address of this machine.") from None
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _holder(port: int) -> str:
+    """` by 'python3' (pid 17)`, or nothing where this user may not know."""
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.Error:
+        return ""
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            try:
+                return f" by {psutil.Process(connection.pid).name()!r} (pid {connection.pid})"
+            except psutil.Error:
+                return f" by pid {connection.pid}"
+    return ""
