@@ -1,0 +1,233 @@
+"""The scheduler side: which tokens to expect, which blocks to hold, and what to tell the worker each step.
+
+Invariant: nothing here raises on a request's params. An invalid ticket fails that request alone: on the decode side as a
+failed load, on the prefill side as an answer that says so. Every call is O(what changed). Next: worker.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvbaton.connector.handover import RankAddress, StepHandover
+from kvbaton.connector.settings import ConnectorSettings
+from kvbaton.errors import InvalidParams
+from kvbaton.protocol.params import DecodeTicket, PrefillTicket, parse_params, prefill_answer
+from kvbaton.runtime.events import (
+    BlockLists,
+    DestinationOpened,
+    NothingNeeded,
+    SourceAdvanced,
+    SourceFinished,
+    SourceOpened,
+)
+from kvbaton.runtime.trace import Trace
+from kvbaton.types import EngineId, RequestId
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvbaton")
+
+
+class Stage(enum.Enum):
+    """How far a decode request is with its transfer."""
+
+    NEW = "new"
+    LOADING = "loading"
+    OVER = "over"
+
+
+@dataclass
+class PrefillRequest:
+    ticket: PrefillTicket
+    num_prompt_tokens: int
+    generation: int = 0
+    num_final_tokens: int = 0
+    was_scheduled: bool = False
+
+
+@dataclass
+class DecodeRequest:
+    ticket: DecodeTicket
+    stage: Stage = Stage.NEW
+    was_started: bool = False
+
+
+@dataclass
+class RejectedRequest:
+    """Its params are invalid: it is to fail with `reason`."""
+
+    reason: str
+    is_decode: bool
+    stage: Stage = Stage.NEW
+
+
+Tracked = PrefillRequest | DecodeRequest | RejectedRequest
+
+
+class SchedulerSide:
+    def __init__(self, settings: ConnectorSettings, engine_id: EngineId, *, tp_size: int, pp_size: int) -> None:
+        self._settings = settings
+        self._engine_id = engine_id
+        self._tp_size = tp_size
+        self._pp_size = pp_size
+        self._address = RankAddress(settings.side_channel_host, settings.side_channel_port)
+        self._requests: dict[RequestId, Tracked] = {}
+        self._handover = StepHandover()
+        path = settings.trace_path
+        self._prefill_trace = Trace(path and path.replace("{rank}", "0"), "prefill")
+        self._decode_trace = Trace(path and path.replace("{rank}", "0"), "decode")
+
+    def set_address(self, address: RankAddress) -> None:
+        """Where rank 0 really listens."""
+        self._address = address
+
+    def new_request(self, request: Request) -> None:
+        params = request.kv_transfer_params
+        if not params:
+            return
+        request_id = RequestId(request.request_id)
+        try:
+            ticket = parse_params(params, request_id)
+        except InvalidParams as error:
+            logger.warning("Request %s: %s", request_id, error)
+            self._requests[request_id] = RejectedRequest(str(error), bool(params.get("do_remote_prefill")))
+            return
+        if isinstance(ticket, PrefillTicket):
+            self._requests[request_id] = PrefillRequest(ticket, request.num_prompt_tokens)
+            self._handover.before_forward.append(SourceOpened(ticket.transfer_id, request_id))
+            self._prefill_trace.emit("queued", ticket.transfer_id, request_id=request_id)
+        elif isinstance(ticket, DecodeTicket):
+            self._requests[request_id] = DecodeRequest(ticket)
+            self._decode_trace.emit("queued", ticket.transfer_id, request_id=request_id)
+
+    def num_expected_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens of the prompt that will come from the prefill side, beyond those computed here. No side effects."""
+        tracked = self._requests.get(RequestId(request.request_id))
+        if isinstance(tracked, DecodeRequest) and tracked.stage is Stage.NEW:
+            return max(0, request.num_prompt_tokens - num_computed_tokens)
+        if isinstance(tracked, RejectedRequest) and tracked.is_decode and tracked.stage is Stage.NEW:
+            return 1  # the least that makes it a load, which is then failed
+        return 0
+
+    def blocks_allocated(self, request: Request, blocks: BlockLists, num_external_tokens: int) -> None:
+        request_id = RequestId(request.request_id)
+        tracked = self._requests.get(request_id)
+        if isinstance(tracked, RejectedRequest) and tracked.is_decode and tracked.stage is Stage.NEW:
+            tracked.stage = Stage.OVER
+            if num_external_tokens:
+                self._handover.rejected[request_id] = tracked.reason
+        elif isinstance(tracked, DecodeRequest) and tracked.stage is Stage.NEW:
+            if num_external_tokens == 0:
+                tracked.stage = Stage.OVER
+                self._handover.before_forward.append(NothingNeeded(tracked.ticket))
+                return
+            tracked.stage = Stage.LOADING
+            self._handover.before_forward.append(
+                DestinationOpened(
+                    ticket=tracked.ticket,
+                    request_id=request_id,
+                    first_token=request.num_prompt_tokens - num_external_tokens,
+                    num_tokens=request.num_prompt_tokens,
+                    blocks=blocks,
+                )
+            )
+
+    def step(self, output: SchedulerOutput, blocks_of: Callable[[str], BlockLists | None]) -> StepHandover:
+        """What the worker needs to know of this step. Resets the collection for the next one."""
+        preempted = output.preempted_req_ids or set()
+        for request_id in preempted:
+            self._preempted(RequestId(request_id))
+        if self._requests:
+            scheduled = output.num_scheduled_tokens
+            for new in output.scheduled_new_reqs:
+                self._scheduled(RequestId(new.req_id), new.num_computed_tokens + scheduled[new.req_id], blocks_of)
+            cached = output.scheduled_cached_reqs
+            for request_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                self._scheduled(RequestId(request_id), num_computed + scheduled[request_id], blocks_of)
+        handover, self._handover = self._handover, StepHandover()
+        handover.num_scheduled_tokens = output.total_num_scheduled_tokens
+        return handover
+
+    def _preempted(self, request_id: RequestId) -> None:
+        """A prefill that lost its blocks starts a new generation: what was sent is sent again."""
+        tracked = self._requests.get(request_id)
+        if isinstance(tracked, PrefillRequest):
+            tracked.generation += 1
+            tracked.num_final_tokens = 0
+
+    def _scheduled(self, request_id: RequestId, num_tokens: int, blocks_of: Callable[[str], BlockLists | None]) -> None:
+        """After this step's forward, the first `num_tokens` of the request have KV."""
+        tracked = self._requests.get(request_id)
+        if isinstance(tracked, DecodeRequest) and not tracked.was_started:
+            tracked.was_started = True
+            self._decode_trace.emit("decode_started", tracked.ticket.transfer_id)
+        if not isinstance(tracked, PrefillRequest):
+            return
+        if not tracked.was_scheduled:
+            tracked.was_scheduled = True
+            self._prefill_trace.emit("prefill_started", tracked.ticket.transfer_id)
+        num_final = min(num_tokens, tracked.num_prompt_tokens)
+        is_last = num_final == tracked.num_prompt_tokens
+        is_worth_telling = is_last or self._settings.is_streaming
+        blocks = blocks_of(request_id) if num_final > tracked.num_final_tokens and is_worth_telling else None
+        if blocks is None:
+            return
+        tracked.num_final_tokens = num_final
+        self._handover.after_forward.append(
+            SourceAdvanced(
+                transfer_id=tracked.ticket.transfer_id,
+                request_id=request_id,
+                generation=tracked.generation,
+                num_tokens=num_final,
+                is_last=is_last,
+                blocks=blocks,
+            )
+        )
+
+    def finished(
+        self, request: Request, blocks: tuple[list[int], ...], *, is_aborted: bool
+    ) -> tuple[bool, dict[str, object] | None]:
+        """(the blocks must be kept until the worker reports the request, what to answer over HTTP)."""
+        request_id = RequestId(request.request_id)
+        tracked = self._requests.pop(request_id, None)
+        if isinstance(tracked, RejectedRequest) and not tracked.is_decode:
+            return False, {"error": tracked.reason}
+        if isinstance(tracked, DecodeRequest) and tracked.stage is Stage.NEW:
+            # Given up before it was scheduled: the prefill side must not hold blocks for it.
+            self._handover.before_forward.append(NothingNeeded(tracked.ticket))
+        if not isinstance(tracked, PrefillRequest):
+            return False, None
+        is_held = tracked.was_scheduled
+        command = SourceFinished(tracked.ticket.transfer_id, request_id, is_held=is_held, is_aborted=is_aborted)
+        self._handover.after_forward.append(command)
+        if is_aborted:
+            return is_held, None
+        answer = prefill_answer(
+            tracked.ticket,
+            engine_id=self._engine_id,
+            request_id=request_id,
+            host=self._address.host,
+            port=self._address.port,
+            tp_size=self._tp_size,
+            pp_size=self._pp_size,
+            blocks=blocks,
+            num_tokens=tracked.num_prompt_tokens,
+        )
+        return is_held, answer
+
+    def loads_ended(self, request_ids: Iterable[str]) -> None:
+        """The worker is done with these loads, well or badly."""
+        for request_id in request_ids:
+            tracked = self._requests.get(RequestId(request_id))
+            if isinstance(tracked, DecodeRequest):
+                tracked.stage = Stage.OVER
+
+    def shutdown(self) -> None:
+        self._prefill_trace.close()
+        self._decode_trace.close()

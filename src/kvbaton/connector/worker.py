@@ -1,0 +1,130 @@
+"""The worker side: hands each step's commands to the driver and collects what it is done with.
+
+Invariant: no call here plans, posts, polls, connects or touches a socket; each is an append or a take. The exceptions are
+bounded: a short sleep in a step that has nothing else to do. Next: runtime/driver.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvbaton.connector.handover import RankAddress, StepHandover
+from kvbaton.connector.settings import ConnectorSettings
+from kvbaton.geometry.layout import KVLayout
+from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
+from kvbaton.protocol.rendezvous import Deadlines
+from kvbaton.runtime.driver import Driver
+from kvbaton.runtime.events import Batch, DestinationCancelled, DestinationOpened, Results, SourceFinished
+from kvbaton.runtime.mover import Mover
+from kvbaton.runtime.peers import Peers, agent_name
+from kvbaton.runtime.rank import Rank
+from kvbaton.runtime.sidechannel import SideChannel
+from kvbaton.runtime.trace import Trace
+from kvbaton.transport.nixl import NixlTransport
+from kvbaton.types import EngineId, RequestId
+
+if TYPE_CHECKING:
+    from kvbaton.transport.base import Span
+
+logger = logging.getLogger("vllm.kvbaton")
+
+
+class WorkerSide:
+    def __init__(self, settings: ConnectorSettings, engine_id: EngineId, *, rank: int) -> None:
+        """The side channel is bound, so that a taken port is found before the model loads. Raises UsageError, Unsupported."""
+        self._settings = settings
+        self._engine_id = engine_id
+        self._rank_number = rank
+        self._incarnation = uuid.uuid4().hex
+        port = settings.side_channel_port + rank if settings.side_channel_port else 0
+        self._channel = SideChannel(settings.side_channel_host, port)
+        self._transport = NixlTransport(agent_name(engine_id, rank, self._incarnation), settings.backends)
+        self._results = Results()
+        self._driver: Driver | None = None
+        self._loading: set[RequestId] = set()
+        self._held: set[RequestId] = set()
+        self._rejected: dict[RequestId, str] = {}
+
+    @property
+    def address(self) -> RankAddress:
+        return RankAddress(self._settings.side_channel_host, self._channel.port)
+
+    def register(self, layout: KVLayout, spans: list[Span]) -> None:
+        """The memory is known to the transport and the driver runs. Raises RegistrationFailed."""
+        self._transport.register(spans, layout.memory_kind)
+        hello = Hello(
+            protocol_version=PROTOCOL_VERSION,
+            engine_id=self._engine_id,
+            rank=self._rank_number,
+            incarnation=self._incarnation,
+            agent_metadata=self._transport.local_metadata(),
+            layout=layout,
+        )
+        settings = self._settings
+        path = settings.trace_path and settings.trace_path.replace("{rank}", str(self._rank_number))
+        source_trace = Trace(path, "prefill")
+        destination_trace = Trace(path, "decode")
+        rank = Rank(
+            hello=hello,
+            transport=self._transport,
+            channel=self._channel,
+            peers=Peers(self._transport, layout),
+            mover=Mover(self._transport, source_trace),
+            results=self._results,
+            source_trace=source_trace,
+            destination_trace=destination_trace,
+            deadlines=Deadlines(
+                open_s=max(settings.lease_s, settings.progress_timeout_s),
+                posting_s=settings.progress_timeout_s,
+                offered_s=settings.lease_s,
+                draining_s=settings.drain_timeout_s,
+            ),
+            clock=time.monotonic,
+        )
+        self._driver = Driver(rank)
+        self._driver.start()
+        logger.info(
+            "kvbaton: engine %s rank %d listens on %s:%d, %d regions, block size %s.",
+            self._engine_id, self._rank_number, settings.side_channel_host, self._channel.port,
+            len(layout.regions), list(layout.block_size_tokens),
+        )  # fmt: skip
+
+    def submit_before(self, step: StepHandover) -> None:
+        for command in step.before_forward:
+            if isinstance(command, DestinationOpened):
+                self._loading.add(command.request_id)
+        self._rejected.update(step.rejected)
+        if step.before_forward and self._driver is not None:
+            self._driver.submit(step.before_forward)
+
+    def submit_after(self, step: StepHandover) -> None:
+        """The step's forward is done: what it computed may be sent."""
+        for command in step.after_forward:
+            if isinstance(command, SourceFinished) and command.is_held:
+                self._held.add(command.request_id)
+        if step.after_forward and self._driver is not None:
+            self._driver.submit(step.after_forward)
+
+    def collect(self, finished: Iterable[str], *, is_idle_step: bool) -> Batch:
+        """Requests whose transfers are over. Raises whatever the driver died of."""
+        cancelled = self._loading.intersection(RequestId(request_id) for request_id in finished)
+        if cancelled and self._driver is not None:
+            self._driver.submit([DestinationCancelled(request_id) for request_id in cancelled])
+        if is_idle_step and (self._loading or self._held) and not self._rejected:
+            self._results.wait(self._settings.idle_wait_s)
+        batch = self._results.take()
+        batch.received.update(self._rejected)
+        batch.failed.update(self._rejected)
+        self._rejected = {}
+        self._loading -= batch.received
+        self._held -= batch.sent
+        return batch
+
+    def shutdown(self) -> None:
+        """Idempotent."""
+        if self._driver is not None:
+            self._driver.stop()

@@ -1,0 +1,149 @@
+"""Every message on the side channel and in transport notifications: tagged, strictly typed, size-limited.
+
+A message arrives from outside; decoding it either gives one of these structs or raises RemoteProtocolError. Durations
+travel, never points in time. Evolution: a field may be added with a default, a message may be added; nothing may be
+renamed, retyped or removed without raising PROTOCOL_VERSION. Next: transfer.py says what each message does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from kvbaton.errors import RemoteProtocolError
+from kvbaton.geometry.layout import KVLayout
+from kvbaton.types import Direction, Outcome
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 16 << 20
+
+Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=2000)]
+Blocks: TypeAlias = tuple[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], ...]
+"""Block ids per cache group, in token order from token 0; 0 is the null block."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Who the sender is, and everything needed to move bytes to or from it. Rides on the first message to a peer."""
+
+    protocol_version: int
+    engine_id: Id
+    rank: Count
+    incarnation: Id
+    agent_metadata: bytes
+    layout: KVLayout
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """D to P: my blocks for this transfer are allocated. Push: write them. Pull: tell me where to read."""
+
+    transfer_id: Id
+    to_engine_id: Id
+    from_incarnation: Id
+    direction: Direction
+    first_token: Count
+    num_tokens: Count
+    blocks: Blocks
+    hello: Hello | None = None
+
+
+class HelloWanted(msgspec.Struct, frozen=True, tag="hello_wanted"):
+    """P to D: I do not know you (I restarted, or forgot); register again and introduce yourself."""
+
+    transfer_id: Id
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """P to D: the registration stands. Also the answer to Renew."""
+
+    transfer_id: Id
+
+
+class Offer(msgspec.Struct, frozen=True, tag="offer"):
+    """P to D, pull: these blocks are final and held for you for `lease_s` from the moment you asked."""
+
+    transfer_id: Id
+    num_tokens: Count
+    blocks: Blocks
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    hello: Hello
+
+
+class SegmentPosted(msgspec.Struct, frozen=True, tag="segment_posted"):
+    """P to D, push: a segment is on its way. Only a hint to start looking for its notification."""
+
+    transfer_id: Id
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """D to P: I am still waiting for this transfer."""
+
+    transfer_id: Id
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """To the side that moves the bytes: stop, and answer Ended once nothing of yours can touch my blocks any more."""
+
+    transfer_id: Id
+    reason: Reason = ""
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """From the side that moves (or would have moved) the bytes: I shall never touch your blocks for this transfer again."""
+
+    transfer_id: Id
+    outcome: Outcome
+    reason: Reason = ""
+
+
+class Connected(msgspec.Struct, frozen=True, tag="connected"):
+    """D to P: your first notification has come through the transport; the link is up."""
+
+
+SideMessage: TypeAlias = Register | HelloWanted | Accepted | Offer | SegmentPosted | Renew | Cancel | Ended | Connected
+
+
+class Greeting(msgspec.Struct, frozen=True, tag="greeting"):
+    """P to D through the transport, once per link: makes both libraries finish connecting before the first bytes."""
+
+
+class SegmentLanded(msgspec.Struct, frozen=True, tag="landed"):
+    """P to D with a WRITE: this segment's bytes are in your memory. `is_last` marks the highest segment number."""
+
+    transfer_id: Id
+    generation: Count
+    segment: Count
+    is_last: bool
+    producer_rank: Count = 0
+    num_producer_ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
+Notification: TypeAlias = Greeting | SegmentLanded
+
+_encoder = msgspec.msgpack.Encoder()
+_side_decoder = msgspec.msgpack.Decoder(SideMessage)
+_notification_decoder = msgspec.msgpack.Decoder(Notification)
+
+
+def encode(message: SideMessage | Notification) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_side(data: bytes) -> SideMessage:
+    """Raises RemoteProtocolError for anything that is not exactly one well-formed message."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError(f"message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
+    try:
+        return _side_decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise RemoteProtocolError(f"malformed side-channel message: {error}") from None
+
+
+def decode_notification(data: bytes) -> Notification:
+    """Raises RemoteProtocolError for anything that is not exactly one well-formed notification."""
+    try:
+        return _notification_decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise RemoteProtocolError(f"malformed notification: {error}") from None

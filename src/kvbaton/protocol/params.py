@@ -1,0 +1,128 @@
+"""The typed form of `kv_transfer_params`, the ticket that rides on HTTP between P, router and D.
+
+Parsed once per request, with every field checked; an invalid ticket fails that request and nothing else. The field names
+are those of vLLM's in-tree NIXL connectors. The params decide the direction: `remote_block_ids` present means pull.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from kvbaton.errors import InvalidParams
+from kvbaton.types import Direction, EngineId, RequestId, TransferId
+
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+BlockIds: TypeAlias = list[list[Annotated[int, msgspec.Meta(ge=0)]]]
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every key that may appear, with its type. The last line holds keys that other connectors add and we ignore."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    transfer_id: Text | None = None
+    remote_engine_id: Text | None = None
+    remote_request_id: Text | None = None
+    remote_host: Text | None = None
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    remote_block_ids: BlockIds | list[Annotated[int, msgspec.Meta(ge=0)]] | None = None
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    pp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    transfer_mode: Literal["push", "pull"] | None = None
+    dcp_size: int | None = None
+
+
+class PrefillTicket(msgspec.Struct, frozen=True):
+    """This engine computes the prompt and hands its KV off."""
+
+    transfer_id: TransferId
+
+
+class DecodeTicket(msgspec.Struct, frozen=True):
+    """This engine receives the prompt's KV. `host` and `port` are believed once the peer there proves to be `engine_id`."""
+
+    transfer_id: TransferId
+    engine_id: EngineId
+    host: str
+    port: int
+    tp_size: int
+    pp_size: int
+    direction: Direction
+
+
+def parse_params(params: Mapping[str, object], request_id: RequestId) -> PrefillTicket | DecodeTicket | None:
+    """The ticket in `params`, or None where they ask for nothing.
+
+    Without `transfer_id` the legs pair by `remote_request_id`, else by the request id less the engine's random suffix.
+    Raises InvalidParams naming the field.
+    """
+    try:
+        wire = msgspec.convert(dict(params), _Wire, strict=True)
+    except msgspec.ValidationError as error:
+        raise InvalidParams(f"kv_transfer_params: {error}") from None
+    if wire.do_remote_decode and wire.do_remote_prefill:
+        raise InvalidParams("kv_transfer_params: do_remote_decode and do_remote_prefill are both true; set one of them")
+    if wire.do_remote_decode:
+        return PrefillTicket(TransferId(wire.transfer_id or _without_suffix(request_id)))
+    if wire.do_remote_prefill:
+        return _decode_ticket(wire, request_id)
+    return None
+
+
+def _decode_ticket(wire: _Wire, request_id: RequestId) -> DecodeTicket:
+    engine_id, host, port = wire.remote_engine_id, wire.remote_host, wire.remote_port
+    if engine_id is None or host is None or port is None:
+        needed = {"remote_engine_id": engine_id, "remote_host": host, "remote_port": port}
+        missing = ", ".join(name for name, value in needed.items() if value is None)
+        raise InvalidParams(
+            f"kv_transfer_params: {missing} missing; a decode request needs the prefill engine's identity"
+        )
+    pairing = wire.transfer_id or _without_suffix(wire.remote_request_id or request_id)
+    return DecodeTicket(
+        transfer_id=TransferId(pairing),
+        engine_id=EngineId(engine_id),
+        host=host,
+        port=port,
+        tp_size=wire.tp_size,
+        pp_size=wire.pp_size,
+        direction=Direction.PUSH if wire.remote_block_ids is None else Direction.PULL,
+    )
+
+
+def _without_suffix(request_id: str) -> str:
+    """VLLM appends `-` and eight hexadecimal digits to every request id; the two engines' suffixes differ."""
+    return re.sub(r"-[0-9a-f]{8}$", "", request_id)
+
+
+def prefill_answer(
+    ticket: PrefillTicket,
+    *,
+    engine_id: EngineId,
+    request_id: RequestId,
+    host: str,
+    port: int,
+    tp_size: int,
+    pp_size: int,
+    blocks: tuple[list[int], ...],
+    num_tokens: int,
+) -> dict[str, object]:
+    """P's answer: what the router passes to D, whole for a pull, without the block ids for a push."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine_id,
+        "remote_request_id": request_id,
+        "remote_host": host,
+        "remote_port": port,
+        "tp_size": tp_size,
+        "pp_size": pp_size,
+        "remote_block_ids": [list(group) for group in blocks],
+        "remote_num_tokens": num_tokens,
+        "transfer_mode": "push",
+        "transfer_id": ticket.transfer_id,
+    }

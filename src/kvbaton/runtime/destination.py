@@ -1,0 +1,352 @@
+"""The decode end of transfers: registers allocated blocks with the prefill side, and says when their KV is there.
+
+Push: the prefill side writes; we count its notifications. Pull: it offers its blocks; we read. Invariant: every request
+that came in is reported `received` exactly once, and only when nothing can touch its blocks any more.
+Next: driver.py, the loop around both ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from kvbaton.errors import BatonError, RemoteProtocolError
+from kvbaton.protocol.messages import (
+    Accepted,
+    Cancel,
+    Connected,
+    Ended,
+    Greeting,
+    HelloWanted,
+    Notification,
+    Offer,
+    Register,
+    Renew,
+    SegmentLanded,
+    SegmentPosted,
+    SideMessage,
+    encode,
+)
+from kvbaton.protocol.params import DecodeTicket
+from kvbaton.protocol.receipt import Receipt
+from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
+from kvbaton.protocol.segments import Segments
+from kvbaton.runtime.events import DestinationCancelled, DestinationOpened
+from kvbaton.runtime.mover import Move, Settled
+from kvbaton.runtime.peers import CONNECT_TIMEOUT_S, is_agent_of
+from kvbaton.runtime.rank import Rank
+from kvbaton.runtime.sidechannel import Endpoint
+from kvbaton.transport.base import AgentName, Operation
+from kvbaton.types import Direction, Outcome, TransferId
+
+logger = logging.getLogger("vllm.kvbaton")
+
+RENEW_INTERVAL_S = 5.0
+
+
+@dataclass
+class Line:
+    """What we know of the process behind an endpoint."""
+
+    opened_s: float
+    knows_us: bool = False
+    has_answered: bool = False
+    has_greeted: bool = False
+    """Its transport has reached ours."""
+
+
+@dataclass
+class DestinationTransfer:
+    opened: DestinationOpened
+    endpoint: Endpoint
+    rendezvous: Rendezvous
+    receipt: Receipt
+    renew_at_s: float
+    move: Move | None = None
+    lease_until_s: float = float("inf")
+    is_expecting: bool = False
+    """A segment is known to be on its way."""
+
+    @property
+    def transfer_id(self) -> TransferId:
+        return self.opened.ticket.transfer_id
+
+    @property
+    def direction(self) -> Direction:
+        return self.opened.ticket.direction
+
+    @property
+    def num_in_flight(self) -> int:
+        return 0 if self.move is None else self.move.num_in_flight
+
+
+class DestinationEnd:
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._lines: dict[Endpoint, Line] = {}
+        self._transfers: dict[tuple[Endpoint, TransferId], DestinationTransfer] = {}
+
+    # -- the engine's side -------------------------------------------------------------------------------------------
+
+    def opened(self, command: DestinationOpened, now_s: float) -> None:
+        ticket = command.ticket
+        endpoint = Endpoint(ticket.host, ticket.port)
+        if (endpoint, ticket.transfer_id) in self._transfers:
+            reason = f"another request here already receives transfer {ticket.transfer_id}"
+            logger.warning("Request %s: %s", command.request_id, reason)
+            self._rank.results.received(command.request_id, reason)
+            return
+        transfer = DestinationTransfer(
+            opened=command,
+            endpoint=endpoint,
+            rendezvous=Rendezvous(self._rank.deadlines, now_s),
+            receipt=Receipt(num_producer_ranks=1),
+            renew_at_s=now_s + RENEW_INTERVAL_S,
+        )
+        self._transfers[endpoint, ticket.transfer_id] = transfer
+        self._rank.destination_trace.emit(
+            "registered",
+            ticket.transfer_id,
+            direction=ticket.direction.value,
+            num_blocks=sum(len(group) for group in command.blocks),
+            num_tokens=command.num_tokens - command.first_token,
+        )
+        self._register(transfer, now_s)
+        if transfer.direction is Direction.PUSH:
+            self._feed(transfer, Input.OFFERS, now_s)
+
+    def _register(self, transfer: DestinationTransfer, now_s: float) -> None:
+        line = self._lines.setdefault(transfer.endpoint, Line(opened_s=now_s))
+        ticket, opened = transfer.opened.ticket, transfer.opened
+        register = Register(
+            transfer_id=ticket.transfer_id,
+            to_engine_id=ticket.engine_id,
+            from_incarnation=self._rank.hello.incarnation,
+            direction=ticket.direction,
+            first_token=opened.first_token,
+            num_tokens=opened.num_tokens,
+            blocks=opened.blocks,
+            hello=None if line.knows_us else self._rank.hello,
+        )
+        line.knows_us = True
+        self._say(transfer.endpoint, register)
+
+    def cancelled(self, command: DestinationCancelled, now_s: float) -> None:
+        for transfer in list(self._transfers.values()):
+            if transfer.opened.request_id == command.request_id:
+                self._feed(transfer, Input.CANCEL, now_s, "the decode request was given up")
+
+    def nothing_needed(self, ticket: DecodeTicket) -> None:
+        """The source learns at once that nobody will come for this transfer."""
+        endpoint = Endpoint(ticket.host, ticket.port)
+        self._lines.setdefault(endpoint, Line(opened_s=self._rank.clock()))
+        self._say(endpoint, Ended(ticket.transfer_id, Outcome.DELIVERED, "the decode side holds the whole prompt"))
+
+    # -- the peer's side ---------------------------------------------------------------------------------------------
+
+    def receive(self, endpoint: Endpoint, message: SideMessage, now_s: float) -> None:
+        """Raises RemoteProtocolError for a message that a prefill side must not send."""
+        if not isinstance(message, Accepted | HelloWanted | Offer | SegmentPosted | Ended | Cancel):
+            raise RemoteProtocolError(f"{type(message).__name__} is not for a decode side")
+        line = self._lines.get(endpoint)
+        if line is not None:
+            line.has_answered = True
+        transfer = self._transfers.get((endpoint, TransferId(message.transfer_id)))
+        if transfer is None:
+            return
+        match message:
+            case Accepted():
+                transfer.rendezvous.renew(now_s)
+            case HelloWanted():
+                if line is not None:
+                    line.knows_us = False
+                self._register(transfer, now_s)
+            case Offer():
+                self._offered(transfer, message, now_s)
+            case SegmentPosted():
+                transfer.is_expecting = True
+            case Ended():
+                self._ended(transfer, message, now_s)
+            case Cancel():
+                self._feed(transfer, Input.CANCEL, now_s, message.reason or "the prefill side cancelled")
+
+    def _ended(self, transfer: DestinationTransfer, message: Ended, now_s: float) -> None:
+        if transfer.rendezvous.state is State.DRAINING and transfer.direction is Direction.PUSH:
+            self._feed(transfer, Input.QUIET, now_s)
+        else:
+            reason = f"the prefill side ended the transfer: {message.outcome.value}"
+            self._feed(transfer, Input.FAIL, now_s, f"{reason} ({message.reason})" if message.reason else reason)
+
+    def arrived(self, sender: AgentName, notification: Notification, now_s: float) -> None:
+        """A notification came through the transport. Raises RemoteProtocolError when its sender has no business with it."""
+        if isinstance(notification, Greeting):
+            self._greeted(sender)
+            return
+        transfer = self._receiver_of(sender, notification)
+        if transfer is None or transfer.rendezvous.state not in {State.OFFERED, State.DRAINING}:
+            return
+        is_news = transfer.receipt.add(
+            generation=notification.generation,
+            producer_rank=notification.producer_rank,
+            segment=notification.segment,
+            is_last=notification.is_last,
+        )
+        if not is_news:
+            return
+        self._rank.destination_trace.emit("segment_arrived", transfer.transfer_id, segment=notification.segment)
+        transfer.is_expecting = False
+        transfer.rendezvous.renew(now_s)
+        if transfer.receipt.is_complete:
+            self._feed(transfer, Input.COMPLETE, now_s)
+
+    def _receiver_of(self, sender: AgentName, landed: SegmentLanded) -> DestinationTransfer | None:
+        for transfer in self._transfers.values():
+            if transfer.transfer_id == landed.transfer_id and is_agent_of(sender, transfer.opened.ticket.engine_id):
+                return transfer
+        return None
+
+    def _greeted(self, sender: AgentName) -> None:
+        for transfer in self._transfers.values():
+            line = self._lines.get(transfer.endpoint)
+            if line is not None and not line.has_greeted and is_agent_of(sender, transfer.opened.ticket.engine_id):
+                line.has_greeted = True
+                self._say(transfer.endpoint, Connected())
+
+    # -- reading (pull) ----------------------------------------------------------------------------------------------
+
+    def _offered(self, transfer: DestinationTransfer, offer: Offer, now_s: float) -> None:
+        if transfer.direction is not Direction.PULL or transfer.rendezvous.state is not State.OPEN:
+            return
+        opened = transfer.opened
+        try:
+            if offer.hello.engine_id != opened.ticket.engine_id:
+                raise RemoteProtocolError(f"engine {offer.hello.engine_id} answers for {opened.ticket.engine_id}")
+            if offer.num_tokens != opened.num_tokens:
+                raise RemoteProtocolError(
+                    f"the prompt has {opened.num_tokens} tokens here and {offer.num_tokens} at the prefill side"
+                )
+            peer = self._rank.peers.greet(offer.hello, now_s)
+        except BatonError as error:
+            self._feed(transfer, Input.FAIL, now_s, str(error))
+            return
+        move = transfer.move = Move(
+            transfer_id=transfer.transfer_id,
+            rendezvous=transfer.rendezvous,
+            operation=Operation.READ,
+            peer=peer,
+            segments=Segments(opened.first_token, self._rank.alignment_tokens),
+            their_blocks=offer.blocks,
+            our_blocks=opened.blocks,
+        )
+        # P counts from when it sent the offer, a little earlier; its drain after the lease's end is far longer than that.
+        transfer.lease_until_s = now_s + offer.lease_s
+        self._feed(transfer, Input.POSTS, now_s)
+        move.segments.advance(offer.num_tokens, is_final=True, generation=0)
+        try:
+            self._rank.mover.pump(move)
+        except BatonError as error:
+            self._feed(transfer, Input.FAIL, now_s, str(error))
+            return
+        self._maybe_complete(transfer, now_s)
+
+    def settled(self, transfer_id: TransferId, settled: Settled, now_s: float) -> None:
+        """The transport is done with a READ of ours."""
+        for transfer in list(self._transfers.values()):
+            if transfer.move is settled.move and transfer.transfer_id == transfer_id:
+                if settled.failure is not None:
+                    self._feed(transfer, Input.FAIL, now_s, settled.failure)
+                else:
+                    settled.move.peer.connecting_until_s = now_s
+                    self._maybe_complete(transfer, now_s)
+                if transfer.rendezvous.state is State.DRAINING and transfer.num_in_flight == 0:
+                    self._feed(transfer, Input.QUIET, now_s)
+
+    def _maybe_complete(self, transfer: DestinationTransfer, now_s: float) -> None:
+        if transfer.rendezvous.state is not State.POSTING or transfer.move is None:
+            return
+        if now_s > transfer.lease_until_s:
+            self._feed(transfer, Input.FAIL, now_s, "the prefill side's lease ended before the blocks were read")
+        elif transfer.move.segments.is_complete:
+            self._feed(transfer, Input.COMPLETE, now_s)
+
+    # -- time, loss, and the machine's effects -----------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> None:
+        for transfer in list(self._transfers.values()):
+            if transfer.rendezvous.is_overdue(now_s):
+                self._feed(transfer, Input.EXPIRE, now_s, f"no progress while {transfer.rendezvous.state.value}")
+            elif self._is_unanswered(transfer, now_s):
+                self.lost(transfer.endpoint, now_s, "nobody answers at that address")
+            elif now_s >= transfer.renew_at_s and not transfer.rendezvous.is_closed:
+                transfer.renew_at_s = now_s + RENEW_INTERVAL_S
+                self._say(transfer.endpoint, Renew(transfer.transfer_id))
+
+    def _is_unanswered(self, transfer: DestinationTransfer, now_s: float) -> bool:
+        line = self._lines.get(transfer.endpoint)
+        return line is not None and not line.has_answered and now_s >= line.opened_s + CONNECT_TIMEOUT_S
+
+    def lost(self, endpoint: Endpoint, now_s: float, why: str) -> None:
+        """The process behind `endpoint` is gone: nothing of it can reach us any more, and its transfers fail now."""
+        self._lines.pop(endpoint, None)
+        self._rank.channel.hang_up(endpoint)
+        for transfer in list(self._transfers.values()):
+            if transfer.endpoint == endpoint:
+                reason = f"the prefill side at {endpoint.host}:{endpoint.port} is gone: {why}"
+                self._feed(transfer, Input.LOST, now_s, reason)
+
+    def _feed(self, transfer: DestinationTransfer, what: Input, now_s: float, reason: str = "") -> None:
+        for effect in transfer.rendezvous.handle(what, now_s, reason):
+            match effect:
+                case Effect.STOP_POSTING:
+                    self._stop(transfer, now_s)
+                case Effect.TELL_CANCEL:
+                    self._say(transfer.endpoint, Cancel(transfer.transfer_id, transfer.rendezvous.reason))
+                case Effect.TELL_ENDED:
+                    outcome = transfer.rendezvous.outcome or Outcome.FAILED
+                    self._say(transfer.endpoint, Ended(transfer.transfer_id, outcome, transfer.rendezvous.reason))
+                case Effect.FENCE_PEER:
+                    self._fence(transfer)
+                case Effect.REPORT:
+                    self._report(transfer)
+
+    def _stop(self, transfer: DestinationTransfer, now_s: float) -> None:
+        if transfer.move is not None:
+            transfer.move.is_stopped = True
+        if transfer.num_in_flight == 0:
+            self._feed(transfer, Input.QUIET, now_s)
+
+    def _fence(self, transfer: DestinationTransfer) -> None:
+        """After this the silent peer must introduce itself anew before anything of it is believed."""
+        self._lines.pop(transfer.endpoint, None)
+        self._rank.channel.hang_up(transfer.endpoint)
+        if transfer.move is not None:
+            self._rank.peers.forget(transfer.move.peer)
+
+    def _report(self, transfer: DestinationTransfer) -> None:
+        outcome, reason = transfer.rendezvous.outcome or Outcome.FAILED, transfer.rendezvous.reason
+        del self._transfers[transfer.endpoint, transfer.transfer_id]
+        is_delivered = outcome is Outcome.DELIVERED
+        self._rank.results.received(transfer.opened.request_id, None if is_delivered else reason)
+        num_bytes = 0 if transfer.move is None else transfer.move.num_bytes
+        self._rank.destination_trace.emit(
+            "closed", transfer.transfer_id, outcome=outcome.value, reason=reason, num_bytes=num_bytes
+        )
+        if not is_delivered:
+            level = logging.INFO if outcome is Outcome.CANCELLED else logging.WARNING
+            logger.log(level, "Transfer %s did not deliver: %s (%s)", transfer.transfer_id, outcome.value, reason)
+
+    def _say(self, endpoint: Endpoint, message: SideMessage) -> None:
+        self._rank.channel.send(endpoint, encode(message))
+
+    # -- what the loop needs to know ---------------------------------------------------------------------------------
+
+    def is_expecting(self, now_s: float) -> bool:
+        """Something may come through the transport at any moment, so it should be looked at often."""
+        return any(transfer.is_expecting for transfer in self._transfers.values()) or any(
+            not line.has_greeted and now_s < line.opened_s + CONNECT_TIMEOUT_S
+            for endpoint, line in self._lines.items()
+            if any(t.endpoint == endpoint and t.direction is Direction.PUSH for t in self._transfers.values())
+        )
+
+    def __len__(self) -> int:
+        return len(self._transfers)

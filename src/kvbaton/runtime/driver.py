@@ -1,0 +1,135 @@
+"""The background thread: the only one that touches the transport and the side channel.
+
+It sleeps in one wait for the side channel's sockets and its inbox; only while bytes are in flight or a link is being made
+does it look at the transport every fraction of a millisecond. Invariant: an exception here fails the engine through
+`Results`, it is never logged and forgotten. Next: source.py and destination.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+
+from kvbaton.errors import RemoteProtocolError
+from kvbaton.protocol.messages import decode_notification, decode_side
+from kvbaton.runtime.destination import DestinationEnd
+from kvbaton.runtime.events import (
+    Command,
+    DestinationCancelled,
+    DestinationOpened,
+    NothingNeeded,
+    SourceAdvanced,
+    SourceFinished,
+    SourceOpened,
+)
+from kvbaton.runtime.rank import Rank
+from kvbaton.runtime.sidechannel import Endpoint, Received
+from kvbaton.runtime.source import SourceEnd
+from kvbaton.transport.base import Operation
+
+logger = logging.getLogger("vllm.kvbaton")
+
+FAST_TICK_S = 0.0003
+SLOW_TICK_S = 0.02
+IDLE_TICK_S = 1.0
+
+
+class Driver:
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._source = SourceEnd(rank)
+        self._destination = DestinationEnd(rank)
+        self._inbox: deque[Command] = deque()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvbaton", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, commands: list[Command]) -> None:
+        """Hands `commands` over, in order. From the engine's thread; never blocks."""
+        self._inbox.extend(commands)
+        self._rank.channel.wake()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """The thread has ended and everything it owned is released. Idempotent."""
+        if self._thread.is_alive():
+            self._is_stopping = True
+            self._rank.channel.wake()
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._rank.channel.wait(self._pause_s())
+                self._turn()
+        except BaseException as error:
+            logger.exception("The transfer thread died; the engine cannot go on without it.")
+            self._rank.results.fail(error)
+            raise
+        finally:
+            self._close()
+
+    def _pause_s(self) -> float:
+        now_s = self._rank.clock()
+        if self._inbox:
+            return 0.0
+        if self._rank.mover.is_busy or self._rank.peers.are_connecting(now_s) or self._destination.is_expecting(now_s):
+            return FAST_TICK_S
+        return SLOW_TICK_S if len(self._destination) else IDLE_TICK_S
+
+    def _turn(self) -> None:
+        now_s = self._rank.clock()
+        while self._inbox:
+            self._obey(self._inbox.popleft(), now_s)
+        for received in self._rank.channel.receive():
+            self._hear(received, now_s)
+        for endpoint in self._rank.channel.lost():
+            self._destination.lost(endpoint, now_s, "the connection broke")
+        self._watch_transport(now_s)
+        self._source.tick(now_s)
+        self._destination.tick(now_s)
+
+    def _obey(self, command: Command, now_s: float) -> None:
+        match command:
+            case SourceOpened():
+                self._source.opened(command, now_s)
+            case SourceAdvanced():
+                self._source.advanced(command, now_s)
+            case SourceFinished():
+                self._source.finished(command, now_s)
+            case DestinationOpened():
+                self._destination.opened(command, now_s)
+            case DestinationCancelled():
+                self._destination.cancelled(command, now_s)
+            case NothingNeeded():
+                self._destination.nothing_needed(command.ticket)
+
+    def _hear(self, received: Received, now_s: float) -> None:
+        try:
+            message = decode_side(received.data)
+            if isinstance(received.route, Endpoint):
+                self._destination.receive(received.route, message, now_s)
+            else:
+                self._source.receive(received.route, message, now_s)
+        except RemoteProtocolError as error:
+            logger.warning("Dropped a side-channel message: %s", error)
+
+    def _watch_transport(self, now_s: float) -> None:
+        for settled in self._rank.mover.poll():
+            end = self._source if settled.move.operation is Operation.WRITE else self._destination
+            end.settled(settled.move.transfer_id, settled, now_s)
+        if not len(self._destination) and not self._rank.peers.are_connecting(now_s):
+            return
+        for arrival in self._rank.transport.arrivals():
+            try:
+                self._destination.arrived(arrival.sender, decode_notification(arrival.data), now_s)
+            except RemoteProtocolError as error:
+                logger.warning("Dropped a notification from %s: %s", arrival.sender, error)
+
+    def _close(self) -> None:
+        self._rank.transport.close()
+        self._rank.channel.close()
+        self._rank.source_trace.close()
+        self._rank.destination_trace.close()

@@ -1,0 +1,168 @@
+"""Posts segments and watches them until the transport is done with them.
+
+Invariant: a handle is here from before it is posted until it is released, so "nothing in flight" means that the
+transport cannot touch the transfer's blocks. Next: source.py and destination.py, which decide what to move.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from kvbaton.errors import BatonError, RemoteProtocolError
+from kvbaton.geometry.descriptors import block_range, describe
+from kvbaton.protocol.messages import SegmentLanded, encode
+from kvbaton.protocol.rendezvous import Rendezvous
+from kvbaton.protocol.segments import Segment, Segments
+from kvbaton.runtime.events import BlockLists
+from kvbaton.runtime.peers import Peer
+from kvbaton.runtime.trace import Trace
+from kvbaton.transport.base import Handle, Operation, Progress, Transport
+from kvbaton.types import TransferId
+
+
+@dataclass
+class Move:
+    """The moving part of one transfer at the poster: what to move, to or from whom, and how far it is."""
+
+    transfer_id: TransferId
+    rendezvous: Rendezvous
+    operation: Operation
+    peer: Peer
+    segments: Segments
+    their_blocks: BlockLists
+    our_blocks: BlockLists = ()
+    num_bytes: int = 0
+    num_in_flight: int = 0
+    is_stopped: bool = False
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The transport is done with one segment; `failure` says why it did not arrive."""
+
+    move: Move
+    segment: Segment
+    failure: str | None
+
+
+@dataclass
+class _InFlight:
+    move: Move
+    segment: Segment
+    num_bytes: int
+    posted_s: float
+    failure: str | None = None
+
+
+class Mover:
+    def __init__(self, transport: Transport, trace: Trace) -> None:
+        self._transport = transport
+        self._trace = trace
+        self._in_flight: dict[Handle, _InFlight] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._in_flight)
+
+    def pump(self, move: Move) -> int:
+        """Posts every segment that is ready, and returns how many. Raises BatonError of the first that cannot be."""
+        num_posted = 0
+        while not move.is_stopped and (segment := move.segments.take()) is not None:
+            self._post(move, segment)
+            num_posted += 1
+        return num_posted
+
+    def _post(self, move: Move, segment: Segment) -> None:
+        started_s = time.monotonic()
+        try:
+            ours, theirs = (self._slice(move, lists, segment) for lists in (move.our_blocks, move.their_blocks))
+            descriptors = describe(move.peer.mapping, ours, theirs)
+            planned_s = time.monotonic()
+            notification = _notification(move, segment)
+            if descriptors.num_descriptors == 0:
+                self._post_nothing(move, segment, notification)
+                return
+            handle = self._transport.post(
+                move.operation, move.peer.agent, descriptors, move.peer.hello.layout.device_id, notification
+            )
+        except BatonError:
+            move.segments.confirm(segment)
+            raise
+        move.num_in_flight += 1
+        move.num_bytes += descriptors.num_bytes
+        self._in_flight[handle] = _InFlight(move, segment, descriptors.num_bytes, planned_s)
+        self._trace.emit(
+            "segment_posted",
+            move.transfer_id,
+            segment=segment.number,
+            num_bytes=descriptors.num_bytes,
+            num_descriptors=descriptors.num_descriptors,
+            plan_s=planned_s - started_s,
+            post_s=time.monotonic() - planned_s,
+        )
+
+    def _post_nothing(self, move: Move, segment: Segment, notification: bytes) -> None:
+        """The segment has no bytes (all of them were sent before); the other side still counts it."""
+        if notification:
+            self._transport.notify(move.peer.agent, notification)
+        move.segments.confirm(segment)
+
+    def _slice(self, move: Move, lists: BlockLists, segment: Segment) -> list[tuple[int, ...]]:
+        """The blocks of every cache group that hold the segment's tokens. Raises RemoteProtocolError when some lack."""
+        sizes = move.peer.mapping.block_size_tokens
+        if len(lists) != len(sizes):
+            raise RemoteProtocolError(f"block lists for {len(lists)} cache groups; expected {len(sizes)}")
+        parts = []
+        for blocks, size in zip(lists, sizes, strict=True):
+            wanted = block_range(segment.first_token, segment.end_token, size, whole_blocks_only=not segment.is_last)
+            if len(blocks) < wanted.stop:
+                raise RemoteProtocolError(
+                    f"{len(blocks)} blocks of {size} tokens cannot hold token {segment.end_token - 1}"
+                )
+            parts.append(blocks[wanted.start : wanted.stop])
+        return parts
+
+    def poll(self) -> list[Settled]:
+        """Lets the transport work, and returns the segments it is done with since the last call."""
+        settled = []
+        for handle, flight in list(self._in_flight.items()):
+            if flight.failure is None:
+                progress = self._transport.poll(handle)
+                if progress is Progress.MOVING:
+                    continue
+                if progress is Progress.FAILED:
+                    flight.failure = f"the transport reports that a {flight.move.operation.value} failed"
+            if not self._transport.release(handle):
+                continue
+            del self._in_flight[handle]
+            settled.append(self._settle(flight))
+        return settled
+
+    def _settle(self, flight: _InFlight) -> Settled:
+        move = flight.move
+        move.num_in_flight -= 1
+        move.segments.confirm(flight.segment)
+        if flight.failure is None:
+            self._trace.emit(
+                "segment_moved",
+                move.transfer_id,
+                segment=flight.segment.number,
+                num_bytes=flight.num_bytes,
+                move_s=time.monotonic() - flight.posted_s,
+            )
+        return Settled(move, flight.segment, flight.failure)
+
+
+def _notification(move: Move, segment: Segment) -> bytes:
+    """What travels with a WRITE. A READ carries nothing: the reader tells the source over the side channel."""
+    if move.operation is Operation.READ:
+        return b""
+    return encode(
+        SegmentLanded(
+            transfer_id=move.transfer_id,
+            generation=segment.generation,
+            segment=segment.number,
+            is_last=segment.is_last,
+        )
+    )

@@ -1,0 +1,89 @@
+"""Remote ranks we have been introduced to: one object each, and one delete forgets all of it.
+
+Invariant: a peer is known by its incarnation. A new incarnation of the same engine and rank replaces the old one, whose
+link is closed; nothing of the old one is reused. Next: mover.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbaton.errors import Incompatible, RemoteProtocolError
+from kvbaton.geometry.layout import KVLayout
+from kvbaton.geometry.mapping import PeerMapping, map_layouts
+from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
+from kvbaton.transport.base import AgentName, Transport
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+def agent_name(engine_id: str, rank: int, incarnation: str) -> str:
+    """The transport's name of a rank; begins so that a receiver can tell which engine a notification came from."""
+    return f"{engine_id}/{rank}/{incarnation}"
+
+
+def is_agent_of(agent: AgentName, engine_id: str) -> bool:
+    return agent.rsplit("/", 2)[0] == engine_id
+
+
+@dataclass
+class Peer:
+    hello: Hello
+    agent: AgentName
+    mapping: PeerMapping
+    connecting_until_s: float
+    """Until then, or until the link has carried something, both sides keep the transport working."""
+
+    @property
+    def incarnation(self) -> str:
+        return self.hello.incarnation
+
+
+class Peers:
+    def __init__(self, transport: Transport, layout: KVLayout) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._by_incarnation: dict[str, Peer] = {}
+
+    def find(self, incarnation: str) -> Peer | None:
+        return self._by_incarnation.get(incarnation)
+
+    def greet(self, hello: Hello, now_s: float) -> Peer:
+        """The peer that introduces itself, connected.
+
+        Raises Incompatible, RemoteProtocolError for a layout or a name that contradicts itself, PeerLost.
+        """
+        known = self._by_incarnation.get(hello.incarnation)
+        if known is not None:
+            return known
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise Incompatible(
+                f"protocol version differs: {PROTOCOL_VERSION} on this engine, {hello.protocol_version} on the peer. "
+                "Run the same kvbaton release on both engines."
+            )
+        hello.layout.validate()
+        mapping = map_layouts(self._layout, hello.layout)
+        self._replace_older(hello)
+        agent = self._transport.connect(hello.agent_metadata)
+        if agent != agent_name(hello.engine_id, hello.rank, hello.incarnation):
+            self._transport.disconnect(agent)
+            raise RemoteProtocolError(f"the transport calls the peer {agent!r}, which is not who it says it is")
+        peer = Peer(hello, agent, mapping, connecting_until_s=now_s + CONNECT_TIMEOUT_S)
+        self._by_incarnation[hello.incarnation] = peer
+        return peer
+
+    def _replace_older(self, hello: Hello) -> None:
+        for peer in list(self._by_incarnation.values()):
+            if (peer.hello.engine_id, peer.hello.rank) == (hello.engine_id, hello.rank):
+                self.forget(peer)
+
+    def forget(self, peer: Peer) -> None:
+        """Idempotent."""
+        if self._by_incarnation.pop(peer.incarnation, None) is not None:
+            self._transport.disconnect(peer.agent)
+
+    def are_connecting(self, now_s: float) -> bool:
+        return any(now_s < peer.connecting_until_s for peer in self._by_incarnation.values())
+
+    def __len__(self) -> int:
+        return len(self._by_incarnation)

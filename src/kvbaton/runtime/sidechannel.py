@@ -1,0 +1,168 @@
+"""The sockets of the side channel: one that is bound and answers, one per endpoint we call. Bytes in, bytes out.
+
+Invariant: nothing here blocks except `wait`, and that ends early when `wake` is called from another thread. A called
+endpoint whose connection breaks is reported once, by `lost`. ZeroMQ keeps trying to reconnect; we do not rely on it,
+because the process behind the address may be another one by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvbaton.errors import PeerLost, UsageError
+
+_HEARTBEAT_INTERVAL_MS = 2000
+_HEARTBEAT_TIMEOUT_MS = 6000
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    host: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whoever called our bound socket, by the name ZeroMQ gave the connection."""
+
+    identity: bytes
+
+
+@dataclass(frozen=True)
+class Received:
+    route: Caller | Endpoint
+    data: bytes
+
+
+class _Line:
+    """One outgoing connection and its monitor."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        _configure(self.socket, endpoint.host)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self.socket.connect(endpoint.address)
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0)
+
+
+def _configure(socket: zmq.Socket[bytes], host: str) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    if ":" in host:
+        socket.setsockopt(zmq.IPV6, 1)
+
+
+class SideChannel:
+    def __init__(self, host: str, port: int) -> None:
+        """Bound to `host`:`port`, any free port for 0. Raises UsageError naming the port when it is taken."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._bound = self._context.socket(zmq.ROUTER)
+        _configure(self._bound, host)
+        self._bound.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._bound.bind(Endpoint(host, port).address if port else f"{Endpoint(host, 0).address[:-1]}*")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise UsageError(
+                f"the side channel cannot bind to {host}:{port}: {error}. Set side_channel_port to a free port, or to 0 "
+                "for any, and side_channel_host to an address of this machine."
+            ) from error
+        self.port = int(self._bound.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self._lines: dict[Endpoint, _Line] = {}
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self._bound, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+
+    def wake(self) -> None:
+        """Ends a `wait` in progress, or the next one. From any thread."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when something came in, when woken, or after `timeout_s`."""
+        if timeout_s < 0.001:
+            # ZeroMQ counts in whole milliseconds; the descriptor of the wake-up is enough for so short a nap.
+            select.select([self._wake_fd], [], [], max(timeout_s, 0.0))
+        else:
+            self._poller.poll(int(timeout_s * 1000))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    def receive(self) -> list[Received]:
+        """Everything that has come in."""
+        news: list[Received] = []
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = self._bound.recv_multipart(zmq.NOBLOCK)
+                if len(frames) == 2:
+                    news.append(Received(Caller(frames[0]), frames[1]))
+        for endpoint, line in self._lines.items():
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    news.append(Received(endpoint, line.socket.recv(zmq.NOBLOCK)))
+        return news
+
+    def lost(self) -> list[Endpoint]:
+        """Endpoints whose connection broke since the last call; their lines are closed."""
+        broken = []
+        for endpoint, line in self._lines.items():
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    event = recv_monitor_message(line.monitor, zmq.NOBLOCK)
+                    if event["event"] == zmq.EVENT_DISCONNECTED:
+                        broken.append(endpoint)
+                        break
+        for endpoint in broken:
+            self.hang_up(endpoint)
+        return broken
+
+    def send(self, route: Caller | Endpoint, data: bytes) -> None:
+        """Queues `data`; an endpoint is connected on first use. Raises PeerLost when a caller is gone."""
+        if isinstance(route, Caller):
+            try:
+                self._bound.send_multipart([route.identity, data], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                raise PeerLost(f"the caller is no longer connected: {error}") from error
+            return
+        line = self._lines.get(route)
+        if line is None:
+            line = self._lines[route] = _Line(self._context, route)
+            self._poller.register(line.socket, zmq.POLLIN)
+            self._poller.register(line.monitor, zmq.POLLIN)
+        line.socket.send(data, zmq.NOBLOCK)
+
+    def hang_up(self, endpoint: Endpoint) -> None:
+        """Closes the line to `endpoint`. Idempotent."""
+        line = self._lines.pop(endpoint, None)
+        if line is not None:
+            self._poller.unregister(line.socket)
+            self._poller.unregister(line.monitor)
+            line.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._bound.closed:
+            return
+        for endpoint in list(self._lines):
+            self.hang_up(endpoint)
+        self._bound.close(linger=0)
+        self._context.term()
+        os.close(self._wake_fd)

@@ -1,0 +1,380 @@
+"""The prefill end of transfers: waits for both the request's KV and the decode side's registration, in either order.
+
+Push: our blocks are written to the destination as they become final. Pull: they are offered when all are final, and held
+until the decode side says it has read them. Invariant: a request the engine holds blocks for is reported `sent` exactly
+once, when its transfer is closed and no handle of ours is in flight. Next: destination.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from kvbaton.errors import BatonError, PeerLost, RemoteProtocolError
+from kvbaton.protocol.messages import (
+    Accepted,
+    Cancel,
+    Connected,
+    Ended,
+    Greeting,
+    HelloWanted,
+    Offer,
+    Register,
+    Renew,
+    SegmentPosted,
+    SideMessage,
+    encode,
+)
+from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
+from kvbaton.protocol.segments import Segments
+from kvbaton.runtime.events import SourceAdvanced, SourceFinished, SourceOpened
+from kvbaton.runtime.mover import Move, Settled
+from kvbaton.runtime.peers import Peer
+from kvbaton.runtime.rank import Rank
+from kvbaton.runtime.sidechannel import Caller
+from kvbaton.transport.base import Operation
+from kvbaton.types import Direction, Outcome, RequestId, TransferId
+
+logger = logging.getLogger("vllm.kvbaton")
+
+MAX_REMEMBERED = 4096
+
+
+@dataclass
+class Destination:
+    """Where the KV is wanted, as registered."""
+
+    register: Register
+    peer: Peer
+    caller: Caller
+
+
+@dataclass
+class SourceTransfer:
+    transfer_id: TransferId
+    rendezvous: Rendezvous
+    request_id: RequestId | None = None
+    destination: Destination | None = None
+    frontier: SourceAdvanced | None = None
+    move: Move | None = None
+    is_engine_done: bool = False
+    """The engine has finished the request; what it holds now, it holds for us."""
+    is_held: bool = False
+
+    @property
+    def is_computing(self) -> bool:
+        return self.request_id is not None and not self.is_engine_done
+
+    @property
+    def num_in_flight(self) -> int:
+        return 0 if self.move is None else self.move.num_in_flight
+
+
+class SourceEnd:
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._transfers: dict[TransferId, SourceTransfer] = {}
+        # Outcomes of closed transfers, so that a late registration gets an answer instead of a timeout.
+        self._remembered: OrderedDict[TransferId, tuple[Outcome, str]] = OrderedDict()
+
+    # -- the engine's side -------------------------------------------------------------------------------------------
+
+    def opened(self, command: SourceOpened, now_s: float) -> None:
+        transfer = self._find_or_open(command.transfer_id, now_s)
+        if transfer.request_id is not None:
+            logger.warning(
+                "Request %s names transfer %s, which request %s already feeds; it will hand nothing off.",
+                command.request_id, command.transfer_id, transfer.request_id,
+            )  # fmt: skip
+            return
+        transfer.request_id = command.request_id
+        transfer.rendezvous.renew(now_s)
+
+    def advanced(self, command: SourceAdvanced, now_s: float) -> None:
+        transfer = self._of_request(command.transfer_id, command.request_id)
+        if transfer is None:
+            return
+        transfer.frontier = command
+        transfer.rendezvous.renew(now_s)
+        self._rank.source_trace.emit(
+            "source_advanced", transfer.transfer_id, num_tokens=command.num_tokens, last=command.is_last
+        )
+        self._match(transfer, now_s)
+
+    def finished(self, command: SourceFinished, now_s: float) -> None:
+        transfer = self._of_request(command.transfer_id, command.request_id)
+        if transfer is None:
+            # Closed before the engine finished (cancelled, failed, or delivered early): nothing is in flight.
+            if command.is_held:
+                self._rank.results.sent(command.request_id)
+            return
+        transfer.is_engine_done = True
+        transfer.is_held = command.is_held
+        transfer.rendezvous.renew(now_s)
+        if command.is_aborted:
+            self._feed(transfer, Input.CANCEL, now_s, "the prefill request was aborted")
+
+    def _of_request(self, transfer_id: TransferId, request_id: RequestId) -> SourceTransfer | None:
+        transfer = self._transfers.get(transfer_id)
+        return transfer if transfer is not None and transfer.request_id == request_id else None
+
+    def _find_or_open(self, transfer_id: TransferId, now_s: float) -> SourceTransfer:
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None:
+            transfer = SourceTransfer(transfer_id, Rendezvous(self._rank.deadlines, now_s))
+            self._transfers[transfer_id] = transfer
+        return transfer
+
+    # -- the peer's side ---------------------------------------------------------------------------------------------
+
+    def receive(self, caller: Caller, message: SideMessage, now_s: float) -> None:
+        """Raises RemoteProtocolError for a message that a decode side must not send."""
+        match message:
+            case Register():
+                self._registered(caller, message, now_s)
+            case Renew():
+                self._renewed(caller, message, now_s)
+            case Cancel():
+                self._with_transfer(caller, message.transfer_id, Input.CANCEL, now_s, message.reason or "cancelled")
+            case Ended():
+                self._ended(caller, message, now_s)
+            case Connected():
+                self._connected(caller, now_s)
+            case _:
+                raise RemoteProtocolError(f"{type(message).__name__} is not for a prefill side")
+
+    def _registered(self, caller: Caller, register: Register, now_s: float) -> None:
+        transfer_id = TransferId(register.transfer_id)
+        refusal = self._why_not(register)
+        if refusal is not None:
+            self._say(caller, Ended(transfer_id, *refusal))
+            return
+        peer = self._rank.peers.find(register.from_incarnation)
+        if peer is None and register.hello is None:
+            self._say(caller, HelloWanted(transfer_id))
+            return
+        try:
+            peer = peer or self._greet(register)
+        except BatonError as error:
+            logger.warning("Transfer %s refused: %s", transfer_id, error)
+            self._say(caller, Ended(transfer_id, Outcome.FAILED, str(error)))
+            return
+        transfer = self._find_or_open(transfer_id, now_s)
+        known = transfer.destination
+        if known is not None and (known.peer is not peer or known.register.blocks != register.blocks):
+            self._say(caller, Ended(transfer_id, Outcome.FAILED, "another request already receives this transfer"))
+            return
+        transfer.destination = Destination(register, peer, caller)
+        self._say(caller, Accepted(transfer_id))
+        if known is None:
+            self._rank.source_trace.emit("destination_known", transfer_id, direction=register.direction.value)
+        self._match(transfer, now_s)
+
+    def _why_not(self, register: Register) -> tuple[Outcome, str] | None:
+        if register.to_engine_id != self._rank.engine_id:
+            return Outcome.FAILED, f"this is engine {self._rank.engine_id}, not {register.to_engine_id}"
+        return self._remembered.get(TransferId(register.transfer_id))
+
+    def _greet(self, register: Register) -> Peer:
+        hello = register.hello
+        if hello is None or hello.incarnation != register.from_incarnation:
+            raise RemoteProtocolError("the introduction does not belong to the registration's sender")
+        peer = self._rank.peers.greet(hello, self._rank.clock())
+        self._rank.transport.notify(peer.agent, encode(Greeting()))
+        return peer
+
+    def _renewed(self, caller: Caller, message: Renew, now_s: float) -> None:
+        transfer = self._transfers.get(TransferId(message.transfer_id))
+        if transfer is None:
+            outcome, reason = self._remembered.get(
+                TransferId(message.transfer_id), (Outcome.FAILED, "this transfer is not known here")
+            )
+            self._say(caller, Ended(message.transfer_id, outcome, reason))
+            return
+        if transfer.request_id is not None:
+            transfer.rendezvous.renew(now_s)
+        self._say(caller, Accepted(message.transfer_id))
+
+    def _with_transfer(self, caller: Caller, transfer_id: str, what: Input, now_s: float, reason: str) -> None:
+        transfer = self._transfers.get(TransferId(transfer_id))
+        if transfer is None:
+            outcome, why = self._remembered.get(TransferId(transfer_id), (Outcome.CANCELLED, reason))
+            self._say(caller, Ended(transfer_id, outcome, why))
+            return
+        self._feed(transfer, what, now_s, reason)
+
+    def _ended(self, caller: Caller, message: Ended, now_s: float) -> None:
+        transfer = self._transfers.get(TransferId(message.transfer_id))
+        if transfer is None:
+            self._remember(TransferId(message.transfer_id), message.outcome, message.reason)
+            return
+        if transfer.destination is not None and transfer.destination.caller != caller:
+            return
+        if transfer.rendezvous.state is State.DRAINING:
+            self._feed(transfer, Input.QUIET, now_s)
+        elif message.outcome is Outcome.DELIVERED:
+            self._feed(transfer, Input.COMPLETE, now_s)
+        else:
+            self._feed(transfer, Input.FAIL, now_s, message.reason)
+
+    def _connected(self, caller: Caller, now_s: float) -> None:
+        for transfer in self._transfers.values():
+            if transfer.destination is not None and transfer.destination.caller == caller:
+                transfer.destination.peer.connecting_until_s = now_s
+
+    # -- moving ------------------------------------------------------------------------------------------------------
+
+    def _match(self, transfer: SourceTransfer, now_s: float) -> None:
+        """Starts or continues the move as far as both ends are known."""
+        destination, frontier = transfer.destination, transfer.frontier
+        if destination is None or frontier is None or transfer.rendezvous.state not in {State.OPEN, State.POSTING}:
+            return
+        register = destination.register
+        if frontier.is_last and frontier.num_tokens != register.num_tokens:
+            reason = f"the prompt has {frontier.num_tokens} tokens here and {register.num_tokens} at the decode side"
+            self._feed(transfer, Input.FAIL, now_s, reason)
+            return
+        if register.direction is Direction.PULL:
+            if frontier.is_last:
+                self._offer(transfer, destination, frontier, now_s)
+            return
+        if transfer.move is None:
+            transfer.move = self._new_move(transfer, destination)
+            self._feed(transfer, Input.POSTS, now_s)
+        if frontier.generation > transfer.move.segments.generation and transfer.num_in_flight:
+            return  # a preempted prefill starts over; what it sent before lands first (`settled` comes back here)
+        transfer.move.our_blocks = frontier.blocks
+        transfer.move.segments.advance(frontier.num_tokens, is_final=frontier.is_last, generation=frontier.generation)
+        self._pump(transfer, transfer.move, now_s)
+
+    def _new_move(self, transfer: SourceTransfer, destination: Destination) -> Move:
+        return Move(
+            transfer_id=transfer.transfer_id,
+            rendezvous=transfer.rendezvous,
+            operation=Operation.WRITE,
+            peer=destination.peer,
+            segments=Segments(destination.register.first_token, self._rank.alignment_tokens),
+            their_blocks=destination.register.blocks,
+        )
+
+    def _pump(self, transfer: SourceTransfer, move: Move, now_s: float) -> None:
+        try:
+            num_posted = self._rank.mover.pump(move)
+        except BatonError as error:
+            self._feed(transfer, Input.FAIL, now_s, str(error))
+            return
+        if num_posted and transfer.destination is not None:
+            self._say(transfer.destination.caller, SegmentPosted(transfer.transfer_id))
+        self._maybe_complete(transfer, now_s)
+
+    def _maybe_complete(self, transfer: SourceTransfer, now_s: float) -> None:
+        if (
+            transfer.rendezvous.state is State.POSTING
+            and transfer.move is not None
+            and transfer.move.segments.is_complete
+        ):
+            self._feed(transfer, Input.COMPLETE, now_s)
+
+    def _offer(
+        self, transfer: SourceTransfer, destination: Destination, frontier: SourceAdvanced, now_s: float
+    ) -> None:
+        self._feed(transfer, Input.OFFERS, now_s)
+        self._say(
+            destination.caller,
+            Offer(
+                transfer.transfer_id,
+                num_tokens=frontier.num_tokens,
+                blocks=frontier.blocks,
+                lease_s=self._rank.deadlines.offered_s,
+                hello=self._rank.hello,
+            ),
+        )
+
+    def settled(self, transfer_id: TransferId, settled: Settled, now_s: float) -> None:
+        """The transport is done with a segment of ours."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is None or transfer.move is not settled.move:
+            return
+        if settled.failure is not None:
+            self._feed(transfer, Input.FAIL, now_s, settled.failure)
+        else:
+            settled.move.peer.connecting_until_s = now_s
+            transfer.rendezvous.renew(now_s)
+            self._match(transfer, now_s)
+        if transfer.rendezvous.state is State.DRAINING and transfer.num_in_flight == 0:
+            self._feed(transfer, Input.QUIET, now_s)
+
+    # -- time, and the machine's effects -----------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> None:
+        for transfer in list(self._transfers.values()):
+            if not transfer.rendezvous.is_overdue(now_s):
+                continue
+            if transfer.rendezvous.state is State.OPEN and transfer.is_computing:
+                # The engine owns the request's life while it queues and computes.
+                transfer.rendezvous.renew(now_s)
+                continue
+            self._feed(transfer, Input.EXPIRE, now_s, self._why_overdue(transfer))
+
+    def _why_overdue(self, transfer: SourceTransfer) -> str:
+        if transfer.request_id is None:
+            return "no prefill request of this transfer arrived in time"
+        if transfer.destination is None:
+            return "no decode side registered before the lease ended"
+        return f"no progress while {transfer.rendezvous.state.value}"
+
+    def _feed(self, transfer: SourceTransfer, what: Input, now_s: float, reason: str = "") -> None:
+        for effect in transfer.rendezvous.handle(what, now_s, reason):
+            match effect:
+                case Effect.STOP_POSTING:
+                    self._stop(transfer, now_s)
+                case Effect.TELL_CANCEL:
+                    self._tell(transfer, Cancel(transfer.transfer_id, transfer.rendezvous.reason))
+                case Effect.TELL_ENDED:
+                    self._tell_ended(transfer)
+                case Effect.FENCE_PEER:
+                    if transfer.destination is not None:
+                        self._rank.peers.forget(transfer.destination.peer)
+                case Effect.REPORT:
+                    self._report(transfer)
+
+    def _stop(self, transfer: SourceTransfer, now_s: float) -> None:
+        if transfer.move is not None:
+            transfer.move.is_stopped = True
+        if transfer.num_in_flight == 0:
+            self._feed(transfer, Input.QUIET, now_s)
+
+    def _tell_ended(self, transfer: SourceTransfer) -> None:
+        outcome = transfer.rendezvous.outcome or Outcome.FAILED
+        if outcome is not Outcome.DELIVERED:
+            self._tell(transfer, Ended(transfer.transfer_id, outcome, transfer.rendezvous.reason))
+
+    def _report(self, transfer: SourceTransfer) -> None:
+        outcome, reason = transfer.rendezvous.outcome or Outcome.FAILED, transfer.rendezvous.reason
+        del self._transfers[transfer.transfer_id]
+        self._remember(transfer.transfer_id, outcome, reason)
+        if transfer.is_held and transfer.request_id is not None:
+            self._rank.results.sent(transfer.request_id)
+        self._rank.source_trace.emit("closed", transfer.transfer_id, outcome=outcome.value, reason=reason)
+        if outcome is not Outcome.DELIVERED:
+            logger.info("Transfer %s ended at the prefill side: %s (%s)", transfer.transfer_id, outcome.value, reason)
+
+    def _remember(self, transfer_id: TransferId, outcome: Outcome, reason: str) -> None:
+        self._remembered[transfer_id] = (outcome, reason)
+        if len(self._remembered) > MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
+
+    def _tell(self, transfer: SourceTransfer, message: SideMessage) -> None:
+        if transfer.destination is not None:
+            self._say(transfer.destination.caller, message)
+
+    def _say(self, caller: Caller, message: SideMessage) -> None:
+        try:
+            self._rank.channel.send(caller, encode(message))
+        except PeerLost as error:
+            # Its transfers end by their own deadlines, or by the transport failing to reach it.
+            logger.debug("A decode side left before it got %s: %s", type(message).__name__, error)
+
+    def __len__(self) -> int:
+        return len(self._transfers)
