@@ -40,6 +40,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(payload)
 
 
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--port", type=int, required=True)
@@ -50,12 +55,12 @@ def main() -> None:
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--worker", action="store_true", help="a child in its own session that ignores SIGTERM")
     options, _ = parser.parse_known_args()
-    print("INFO Starting to load model", flush=True)
+    say("INFO Starting to load model")
     if options.worker:
         subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True)
     if options.die_before_ready is not None:
-        print("ValueError: the model does not fit", file=sys.stderr)
-        print("RuntimeError: Engine core initialization failed. See root cause above.", file=sys.stderr, flush=True)
+        say("ValueError: the model does not fit")
+        say("RuntimeError: Engine core initialization failed. See root cause above.")
         sys.exit(options.die_before_ready)
     if options.ignore_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

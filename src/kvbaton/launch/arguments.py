@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.launch.machine import Device, parse_cores
-from kvbaton.launch.ports import Ports
+from kvbaton.launch.ports import preferred
 from kvbaton.launch.remedy import usage_error
 from kvbaton.launch.spec import Connector, DeploymentSpec
 from kvbaton.types import Direction
@@ -41,7 +41,8 @@ def spec_from(flags: argparse.Namespace, model: str) -> DeploymentSpec:
         decode_cores=_cores(flags.decode_cores),
         pin=not flags.no_pin,
         host=flags.host,
-        router_port=Ports(flags.host).prefer(_DEFAULT_ROUTER_PORT) if flags.port is None else flags.port,
+        engine_host=flags.engine_host,
+        router_port=preferred(flags.host, _DEFAULT_ROUTER_PORT) if flags.port is None else flags.port,
         prefill_ports=_ports("--prefill-ports", flags.prefill_ports),
         decode_ports=_ports("--decode-ports", flags.decode_ports),
         side_channel_host=flags.side_channel_host,

@@ -37,8 +37,13 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     side_channel_port: int | None = None
 
     @property
+    def connect_host(self) -> str:
+        """Where this machine reaches it; "every address" is none to connect to."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - recognised, not bound
+
+    @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = f"[{self.connect_host}]" if ":" in self.host else self.connect_host
         return f"http://{host}:{self.port}"
 
     def shell(self) -> str:
@@ -54,12 +59,15 @@ class DeploymentPlan(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str
     engines: tuple[ProcessPlan, ...]
     router: ProcessPlan
+    gpus_missing: bool = False
+    """The commands are for another machine and cannot run here."""
     warnings: tuple[str, ...] = ()
 
 
-def build_plan(spec: DeploymentSpec, machine: Machine, ports: Ports) -> DeploymentPlan:
+def build_plan(spec: DeploymentSpec, machine: Machine, ports: Ports | None = None) -> DeploymentPlan:
     """What `spec` means on `machine`. UsageError where it cannot be had there."""
     machine = machine.with_device(spec.device)
+    ports = ports or Ports(avoid=spec.fixed_ports)
     _check_block_sizes(spec, machine.device)
     seats = [(Role.PREFILL, index) for index in range(spec.prefill_count)]
     decoder = Role.BOTH if spec.connector is Connector.NONE else Role.DECODE
@@ -67,7 +75,7 @@ def build_plan(spec: DeploymentSpec, machine: Machine, ports: Ports) -> Deployme
     warnings: list[str] = []
     cores = _cores_per_engine(spec, machine, [role for role, _ in seats], warnings)
     gpus = _gpus_per_engine(spec, machine, [role for role, _ in seats], warnings)
-    router_port = ports.take(spec.router_port, what="the router")
+    router_port = ports.take(spec.host, spec.router_port, what="the router")
     engines = [
         _plan_engine(spec, machine, ports, seat, (role, index), cores[seat], gpus[seat])
         for seat, (role, index) in enumerate(seats)
@@ -78,6 +86,7 @@ def build_plan(spec: DeploymentSpec, machine: Machine, ports: Ports) -> Deployme
         model_name=model_name(spec),
         engines=tuple(engines),
         router=_plan_router(spec, machine, router_port, engines),
+        gpus_missing=machine.device is not Device.CPU and not machine.gpus,
         warnings=tuple(warnings),
     )
 
@@ -104,8 +113,8 @@ def _plan_engine(
     draft = ProcessPlan(
         name=name,
         role=role.value,
-        host=spec.host,
-        port=ports.take(fixed[index] if fixed else 0, what=name),
+        host=spec.engine_host,
+        port=ports.take(spec.engine_host, fixed[index] if fixed else 0, what=name),
         argv=(),
         env={},
         log_path=_log_path(spec, name),
@@ -158,7 +167,7 @@ def _side_channel_port(spec: DeploymentSpec, ports: Ports, seat: int, name: str)
     fixed = spec.side_channel_ports[seat] if spec.side_channel_ports else 0
     if spec.connector is Connector.BATON and not fixed:
         return 0  # our side channel binds any free port and announces it in P's answer
-    return ports.take(fixed, what=f"the side channel of {name}")
+    return ports.take(spec.side_channel_host, fixed, what=f"the side channel of {name}")
 
 
 def _cores_per_engine(

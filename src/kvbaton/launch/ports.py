@@ -7,6 +7,7 @@ process may still take it; the engine then dies at start and its log says so.
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterable
 
 import psutil
 
@@ -14,32 +15,32 @@ from kvbaton.launch.remedy import usage_error
 
 
 class Ports:
-    """Hands out ports on one host, each once."""
+    """Hands out ports, each once."""
 
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self._taken: set[int] = set()
+    def __init__(self, avoid: Iterable[int] = ()) -> None:
+        """`avoid` are wanted by somebody for sure, and so never handed out as free ones."""
+        self._avoided = set(avoid)
 
-    def take(self, wanted: int, *, what: str) -> int:
+    def take(self, host: str, wanted: int, *, what: str) -> int:
         """`wanted`, or any free port where it is 0. UsageError names the port, what it is for and who holds it."""
         if wanted:
-            if not _can_bind(self._host, wanted):
+            if not _can_bind(host, wanted):
                 raise usage_error(
                     f"port {wanted} for {what} is in use{_holder(wanted)}",
                     "Stop that process, or choose another port (0 takes a free one).",
                 )
-            self._taken.add(wanted)
+            self._avoided.add(wanted)
             return wanted
         while True:
-            port = _any_free(self._host)
-            if port not in self._taken:
-                self._taken.add(port)
+            port = _any_free(host)
+            if port not in self._avoided:
+                self._avoided.add(port)
                 return port
 
-    def prefer(self, wanted: int) -> int:
-        """`wanted` if it is free, else any free port."""
-        usable = wanted not in self._taken and _can_bind(self._host, wanted)
-        return self.take(wanted if usable else 0, what="a preference")
+
+def preferred(host: str, wanted: int) -> int:
+    """`wanted` if it is free, else 0."""
+    return wanted if _can_bind(host, wanted) else 0
 
 
 def _can_bind(host: str, port: int) -> bool:

@@ -96,7 +96,7 @@ def _complete(deployment: Deployment) -> Answer | None:
     router = deployment.router.plan
 
     def post() -> None:
-        answers.append(ask(router.host, router.port, "/v1/completions", dict(body), _TIMEOUT_S))
+        answers.append(ask(router.connect_host, router.port, "/v1/completions", dict(body), _TIMEOUT_S))
 
     # In a thread, so that a death or Ctrl-C meanwhile is noticed at once.
     thread = threading.Thread(target=post, daemon=True)

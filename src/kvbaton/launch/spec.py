@@ -61,6 +61,8 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     pin: bool = True
     """Keep each engine on its own cores (CPU only)."""
     host: str = "127.0.0.1"
+    """Where the router listens. Engines answer anybody who reaches them, so they have an address of their own."""
+    engine_host: str = "127.0.0.1"
     router_port: int = 0
     prefill_ports: tuple[int, ...] = ()
     decode_ports: tuple[int, ...] = ()
@@ -116,6 +118,11 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def state_dir(self) -> str:
         return self.run_dir or f".kvbaton/{self.name}"
 
+    @property
+    def fixed_ports(self) -> list[int]:
+        ports = (self.router_port, *self.prefill_ports, *self.decode_ports, *self.side_channel_ports)
+        return [port for port in ports if port]
+
     def tp_of(self, role: Role) -> int:
         return (self.prefill_tp if role is Role.PREFILL else self.decode_tp) or self.tp
 
@@ -151,11 +158,7 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ):
             if ports and len(ports) != count:
                 raise usage_error(f"{what}: {len(ports)} given for {count} engines", f"Give {count}, or none.")
-        fixed = [
-            port
-            for port in (self.router_port, *self.prefill_ports, *self.decode_ports, *self.side_channel_ports)
-            if port
-        ]
+        fixed = self.fixed_ports
         for port in fixed:
             if not 0 < port < 65536:
                 raise usage_error(f"port {port} does not exist", "Use 1 to 65535, or 0 for a free one.")

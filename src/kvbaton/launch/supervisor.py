@@ -21,10 +21,9 @@ from kvbaton.errors import DeploymentError
 from kvbaton.launch.diagnose import diagnose
 from kvbaton.launch.machine import Machine, this_machine
 from kvbaton.launch.plan import DeploymentPlan, ProcessPlan, build_plan
-from kvbaton.launch.ports import Ports
 from kvbaton.launch.process import Child
 from kvbaton.launch.progress import Progress, Row, Silent
-from kvbaton.launch.remedy import deployment_error
+from kvbaton.launch.remedy import deployment_error, usage_error
 from kvbaton.launch.spec import DeploymentSpec
 from kvbaton.launch.state import DeploymentState, Phase, ProcessState, RunDir, this_process
 
@@ -111,7 +110,7 @@ class Deployment:
         serves; the deployment counts as ready when it has returned.
         """
         self.spec = spec
-        self.plan = plan or build_plan(spec, machine or this_machine(), Ports(spec.host))
+        self.plan = plan or build_plan(spec, machine or this_machine())
         self.instances = [Instance(each) for each in self.plan.engines]
         self.router = Instance(self.plan.router)
         self._progress = progress or Silent()
@@ -144,6 +143,11 @@ class Deployment:
 
     def open(self) -> None:
         """Every engine and the router serve. DeploymentError when one dies or is too slow; then nothing is left."""
+        if self.plan.gpus_missing:
+            raise usage_error(
+                f"no {self.plan.device.value} GPU was found on this machine",
+                "Use --device cpu, or --dry-run for commands to run elsewhere.",
+            )
         self._run_dir.lock(self.spec.name)
         try:
             self._forget_old_traces()
@@ -217,7 +221,9 @@ class Deployment:
             self._progress.done()
 
     def _look_at(self, group: Sequence[Instance]) -> None:
-        answering = [each for each in group if not each.ready and readiness.serves(each.plan.host, each.plan.port)]
+        answering = [
+            each for each in group if not each.ready and readiness.serves(each.plan.connect_host, each.plan.port)
+        ]
         # After the answers: what answers on our port may be a stranger, and ours has died of it.
         self._check([each for each in self._everybody() if each.child and (each.ready or each in group)])
         for instance in answering:

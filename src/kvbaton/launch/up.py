@@ -20,7 +20,6 @@ import msgspec
 
 from kvbaton.launch.machine import Machine
 from kvbaton.launch.plan import DeploymentPlan, build_plan
-from kvbaton.launch.ports import Ports
 from kvbaton.launch.progress import Progress, progress_for
 from kvbaton.launch.smoke import first_request
 from kvbaton.launch.spec import DeploymentSpec
@@ -56,7 +55,7 @@ class Interruptions:
 
 def dry_run(spec: DeploymentSpec, machine: Machine, out: TextIO) -> int:
     """Every command as a shell line; starts nothing."""
-    plan = build_plan(spec, machine, Ports(spec.host))
+    plan = build_plan(spec, machine)
     out.writelines(f"# warning: {warning}\n" for warning in plan.warnings)
     out.writelines(f"# {process.name}\n{process.shell()}\n" for process in (*plan.engines, plan.router))
     return 0
@@ -67,7 +66,7 @@ def up(spec: DeploymentSpec, machine: Machine, out: TextIO, *, smoke: bool = Tru
     with Interruptions() as interruptions:
         RunDir(spec.state_dir).check_free(spec.name)
         progress = progress_for(out)
-        plan = build_plan(spec, machine, Ports(spec.host))
+        plan = build_plan(spec, machine)
         _announce(plan, progress)
 
         def warm_up(deployment: Deployment) -> None:
