@@ -14,14 +14,15 @@ import msgspec
 _PROBE_TIMEOUT_S = 2.0
 _TAIL_BYTES = 16_384
 
-# vLLM's own words, latest stage first. A new wording only costs the label.
+# vLLM's own words, latest first, and what it does after saying them. A new wording only costs the label.
 _STAGES = (
-    (re.compile(r"Application startup complete|Starting vLLM (API )?server"), "opening its port"),
-    (re.compile(r"init engine|Warming up|warmup", re.IGNORECASE), "warming up"),
-    (re.compile(r"KV cache size|# GPU blocks|# CPU blocks|kv cache", re.IGNORECASE), "reserving the KV cache"),
-    (re.compile(r"Loading weights took|Model loading took"), "weights loaded"),
-    (re.compile(r"Starting to load model|Loading safetensors", re.IGNORECASE), "loading weights"),
-    (re.compile(r"Initializing a V1|Resolved architecture|non-default args"), "reading the configuration"),
+    (re.compile(r"Starting vLLM (API )?server|Application startup complete"), "opening its port"),
+    (re.compile(r"init engine \("), "preparing to serve"),
+    (re.compile(r"KV cache size|# (GPU|CPU) blocks"), "warming up"),
+    (re.compile(r"Loading weights took|Model loading took"), "reserving the KV cache"),
+    (re.compile(r"Starting to load model"), "loading weights"),
+    (re.compile(r"Initializing a V1 LLM engine"), "setting up its worker"),
+    (re.compile(r"non-default args|Resolved architecture"), "starting its engine core"),
 )
 
 
@@ -66,8 +67,8 @@ def serves(host: str, port: int) -> bool:
 
 def stage(log_path: str) -> str:
     """How far an engine has come, in a few words."""
-    tail = "\n".join(last_lines(log_path, 80))
-    return next((label for pattern, label in _STAGES if pattern.search(tail)), "starting")
+    tail = "\n".join(last_lines(log_path, 120))
+    return next((label for pattern, label in _STAGES if pattern.search(tail)), "importing")
 
 
 def last_lines(log_path: str, count: int) -> list[str]:

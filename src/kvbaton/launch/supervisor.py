@@ -19,6 +19,7 @@ from typing import Self
 import kvbaton.launch.ready as readiness
 from kvbaton.errors import DeploymentError
 from kvbaton.launch.diagnose import diagnose
+from kvbaton.launch.identity import descendants
 from kvbaton.launch.machine import Machine, this_machine
 from kvbaton.launch.plan import DeploymentPlan, ProcessPlan, build_plan
 from kvbaton.launch.process import Child
@@ -64,10 +65,15 @@ class Instance:
 
     @property
     def pid(self) -> int:
-        """The engine's own process. DeploymentError when it has not been started."""
+        """The engine's first process, which serves HTTP. DeploymentError when it has not been started."""
         if self.child is None:
             raise deployment_error(f"{self.name} is not running", "Start it first.")
         return self.child.pid
+
+    @property
+    def pids(self) -> list[int]:
+        """That process and all below it: vLLM's engine core and workers are processes of their own."""
+        return [self.pid, *(each.pid for each in descendants(self.pid))]
 
     @property
     def exit_code(self) -> int | None:
