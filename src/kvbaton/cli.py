@@ -155,18 +155,9 @@ class _Version(argparse.Action):
 
 
 def _up(options: argparse.Namespace, arguments: list[str]) -> int:
-    from kvbaton.launch.arguments import spec_from  # noqa: PLC0415
-    from kvbaton.launch.machine import this_machine  # noqa: PLC0415
-    from kvbaton.launch.up import dry_run, up, up_detached  # noqa: PLC0415
+    from kvbaton.launch.up import main as up  # noqa: PLC0415
 
-    if options.dry_run:
-        return dry_run(spec_from(options, options.model), this_machine(), sys.stdout)
-    from kvbaton.launch.models import resolve_model  # noqa: PLC0415
-
-    spec = spec_from(options, str(resolve_model(options.model)))
-    if options.detach:
-        return up_detached(spec, [each for each in arguments if each != "--detach"], sys.stdout)
-    return up(spec, this_machine(), sys.stdout, smoke=not options.no_smoke)
+    return up(options, arguments, sys.stdout)
 
 
 def _down(options: argparse.Namespace, _: list[str]) -> int:

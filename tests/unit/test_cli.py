@@ -30,9 +30,7 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> list[DeploymentSpec]:
         found.append(spec)
         return 0
 
-    models = types.ModuleType("kvbaton.launch.models")
-    models.resolve_model = lambda name: Path("/models") / name  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvbaton.launch.models", models)
+    monkeypatch.setattr(launch_up, "resolve_model", lambda name: f"/models/{name}")
     monkeypatch.setattr(launch_up, "up", up)
     return found
 
@@ -169,10 +167,12 @@ class TestUp:
 
     def test_flags_reach_the_spec(self, specs: list[DeploymentSpec]) -> None:
         text = (
-            "up tiny --name two --state-dir /s --prefill 2 --decode 3 --mode pull --connector baton --tp 2 --port 9000"
-            " --prefill-ports 1,2 --decode-ports 3,4,5 --kv-cache-gib 0.5 --block-size 64 --max-model-len 100"
+            "up tiny --name two --state-dir /s --prefill 2 --decode 3 --mode pull --connector baton --tp 2 --port 19000"
+            ""
+            " --prefill-ports 19001,19002 --decode-ports 19003,19004,19005"
+            " --kv-cache-gib 0.5 --block-size 64 --max-model-len 100"
             " --max-num-batched-tokens 50 --dtype float16 --executor mp --kv-load-failure-policy recompute --no-trace"
-            " --no-pin --cores 0-1 --host ::1 --env A=b=c --startup-timeout 5 --log-dir /l --device cpu"
+            " --no-pin --cores 0 --host 127.0.0.2 --env A=b=c --startup-timeout 5 --log-dir /l --device cpu"
         )
         more = ["--connector-config", '{"lease_s": 3}', "--engine-args", "--seed 1", "--decode-args", "--enforce-eager"]
         assert cli.main([*text.split(), *more]) == 0
@@ -186,9 +186,9 @@ class TestUp:
                 direction=Direction.PULL,
                 connector=Connector.BATON,
                 tp=2,
-                router_port=9000,
-                prefill_ports=(1, 2),
-                decode_ports=(3, 4, 5),
+                router_port=19000,
+                prefill_ports=(19001, 19002),
+                decode_ports=(19003, 19004, 19005),
                 kv_cache_gib=0.5,
                 block_size=64,
                 max_model_len=100,
@@ -198,8 +198,8 @@ class TestUp:
                 kv_load_failure_policy="recompute",
                 trace=False,
                 pin=False,
-                cores=(0, 1),
-                host="::1",
+                cores=(0,),
+                host="127.0.0.2",
                 engine_env={"A": "b=c"},
                 startup_timeout_s=5.0,
                 log_dir="/l",

@@ -33,7 +33,7 @@ _REMEDIES = (
         "torchvision does not match torch: uninstall torchvision (text models need none), then run `kvbaton doctor`.",
     ),
     (r"No package metadata was found for", "This Python environment is incomplete: run `kvbaton doctor`."),
-    (r"No module named '?nixl", "Install NIXL: pip install 'kvbaton[nixl]'."),
+    (r"No module named '?nixl|NIXL is not available", "Install NIXL: pip install 'kvbaton[nixl]'."),
     (
         r"No module named '?kvbaton\.(?!launch)",
         "This part of kvbaton is not installed in the engine's environment: run `kvbaton doctor`.",

@@ -95,7 +95,9 @@ def model_name(spec: DeploymentSpec) -> str:
     """What clients put into `model`."""
     if spec.served_model_name:
         return spec.served_model_name
-    return Path(spec.model).name if Path(spec.model).is_dir() else spec.model
+    # A path, there or elsewhere, is named by its folder; a hub id, owner/name, by all of it.
+    path = Path(spec.model)
+    return path.resolve().name if path.is_dir() or path.is_absolute() else spec.model
 
 
 def _plan_engine(

@@ -70,7 +70,9 @@ class Plain:
                 self._ready.add(row.name)
                 self.note(f"{row.name}: ready after {row.elapsed_s:.1f} s, {row.where}")
         waiting = [row for row in rows if not row.ready]
-        if waiting and time.monotonic() >= self._next_s:
+        if not waiting:
+            self._next_s = time.monotonic() + self._every_s
+        elif time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + self._every_s
             self.note("waiting: " + "; ".join(f"{row.name} {row.stage} ({row.elapsed_s:.0f} s)" for row in waiting))
 

@@ -240,7 +240,8 @@ class Deployment:
         child = instance.child
         elapsed_s = time.monotonic() - child.started_s if child else 0.0
         where = instance.url + (f", cores {','.join(map(str, instance.plan.cores))}" if instance.plan.cores else "")
-        return Row(instance.name, where, readiness.stage(instance.plan.log_path), elapsed_s, instance.ready)
+        stage = "starting" if instance is self.router else readiness.stage(instance.plan.log_path)
+        return Row(instance.name, where, stage, elapsed_s, instance.ready)
 
     def _check(self, group: Sequence[Instance]) -> None:
         for instance in group:

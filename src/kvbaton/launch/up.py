@@ -6,6 +6,7 @@ exception in between. Read `supervisor` next.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import signal
@@ -18,7 +19,9 @@ from typing import Self, TextIO
 
 import msgspec
 
-from kvbaton.launch.machine import Machine
+from kvbaton.launch.arguments import spec_from
+from kvbaton.launch.machine import Machine, this_machine
+from kvbaton.launch.models import RECIPES, default_models_dir, resolve_model
 from kvbaton.launch.plan import DeploymentPlan, build_plan
 from kvbaton.launch.progress import Progress, progress_for
 from kvbaton.launch.smoke import first_request
@@ -53,6 +56,21 @@ class Interruptions:
         self.count += 1
 
 
+def main(flags: argparse.Namespace, arguments: list[str], out: TextIO) -> int:
+    """`kvbaton up` with these flags, which were parsed from `arguments`; the exit code."""
+    machine = this_machine()
+    if flags.dry_run:
+        return dry_run(spec_from(flags, _model_without_preparing(flags.model, out)), machine, out)
+    # Every mistake that can be seen is, before a model is prepared: that may take a minute.
+    spec = spec_from(flags, flags.model)
+    RunDir(spec.state_dir).check_free(spec.name)
+    build_plan(spec, machine)
+    if flags.detach:
+        return up_detached(spec, [each for each in arguments if each != "--detach"], out)
+    spec = msgspec.structs.replace(spec, model=resolve_model(flags.model))
+    return up(spec, machine, out, smoke=not flags.no_smoke)
+
+
 def dry_run(spec: DeploymentSpec, machine: Machine, out: TextIO) -> int:
     """Every command as a shell line; starts nothing."""
     plan = build_plan(spec, machine)
@@ -64,7 +82,6 @@ def dry_run(spec: DeploymentSpec, machine: Machine, out: TextIO) -> int:
 def up(spec: DeploymentSpec, machine: Machine, out: TextIO, *, smoke: bool = True) -> int:
     """The exit code once the deployment has been taken down again: 0 when that was asked for."""
     with Interruptions() as interruptions:
-        RunDir(spec.state_dir).check_free(spec.name)
         progress = progress_for(out)
         plan = build_plan(spec, machine)
         _announce(plan, progress)
@@ -90,7 +107,6 @@ def up(spec: DeploymentSpec, machine: Machine, out: TextIO, *, smoke: bool = Tru
 def up_detached(spec: DeploymentSpec, arguments: list[str], out: TextIO) -> int:
     """0 once the deployment serves in the background; the launcher's own exit code if it ended before."""
     run_dir = RunDir(spec.state_dir)
-    run_dir.check_free(spec.name)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     log_path = run_dir.path / "launcher.log"
     with log_path.open("wb") as log:
@@ -108,6 +124,16 @@ def up_detached(spec: DeploymentSpec, arguments: list[str], out: TextIO) -> int:
         launcher.returncode = 0  # it outlives us on purpose: no complaint about a child that was not waited for
         return 0
     return code
+
+
+def _model_without_preparing(model: str, out: TextIO) -> str:
+    """Where a model of ours is, or would be; anything else as it was given."""
+    if model not in RECIPES:
+        return model
+    folder = default_models_dir() / model
+    if not folder.is_dir():
+        out.write(f"# before: kvbaton models prepare {model}\n")
+    return str(folder)
 
 
 def _follow(

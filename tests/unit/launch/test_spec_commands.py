@@ -24,10 +24,10 @@ EIGHT_GPUS = Machine(
     vllm="/env/vllm",
     python="/env/python",
 )
-ENGINE_PORTS = {"prefill_ports": (18101,), "decode_ports": (18102,)}
+ENGINE_PORTS: dict[str, object] = {"prefill_ports": (18101,), "decode_ports": (18102,)}
 
 
-def planned(machine: Machine = TWO_CORES, **fields: object) -> DeploymentPlan:
+def planned(machine: Machine = TWO_CORES, /, **fields: object) -> DeploymentPlan:
     values: dict[str, object] = {"model": "hub/tiny", "router_port": 18100, "run_dir": "/run"} | fields
     return build_plan(DeploymentSpec(**values), machine)  # type: ignore[arg-type]
 
