@@ -25,6 +25,7 @@ from kvbaton.connector.scheduler import SchedulerSide
 from kvbaton.connector.settings import read_settings
 from kvbaton.connector.worker import WorkerSide
 from kvbaton.errors import LocalProtocolError, UsageError
+from kvbaton.protocol.params import PrefillIdentity
 from kvbaton.types import EngineId
 
 if TYPE_CHECKING:
@@ -52,9 +53,14 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(
-                settings, engine_id, tp_size=parallel.tensor_parallel_size, pp_size=parallel.pipeline_parallel_size
+            identity = PrefillIdentity(
+                engine_id=engine_id,
+                host=settings.side_channel_host,
+                port=settings.side_channel_port,
+                tp_size=parallel.tensor_parallel_size,
+                pp_size=parallel.pipeline_parallel_size,
             )
+            self._scheduler = SchedulerSide(settings, identity)
         else:
             self._worker = WorkerSide(settings, engine_id, rank=get_tensor_model_parallel_rank())
 

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvbaton.connector.handover import RankAddress, StepHandover
 from kvbaton.connector.settings import ConnectorSettings
 from kvbaton.errors import InvalidParams
-from kvbaton.protocol.params import DecodeTicket, PrefillTicket, parse_params, prefill_answer
+from kvbaton.protocol.params import DecodeTicket, PrefillIdentity, PrefillTicket, parse_params, prefill_answer
 from kvbaton.runtime.events import (
     BlockLists,
     DestinationOpened,
@@ -25,7 +27,7 @@ from kvbaton.runtime.events import (
     SourceOpened,
 )
 from kvbaton.runtime.trace import Trace
-from kvbaton.types import EngineId, RequestId
+from kvbaton.types import RequestId
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -71,12 +73,9 @@ Tracked = PrefillRequest | DecodeRequest | RejectedRequest
 
 
 class SchedulerSide:
-    def __init__(self, settings: ConnectorSettings, engine_id: EngineId, *, tp_size: int, pp_size: int) -> None:
+    def __init__(self, settings: ConnectorSettings, identity: PrefillIdentity) -> None:
         self._settings = settings
-        self._engine_id = engine_id
-        self._tp_size = tp_size
-        self._pp_size = pp_size
-        self._address = RankAddress(settings.side_channel_host, settings.side_channel_port)
+        self._identity = identity
         self._requests: dict[RequestId, Tracked] = {}
         self._handover = StepHandover()
         path = settings.trace_path
@@ -85,7 +84,7 @@ class SchedulerSide:
 
     def set_address(self, address: RankAddress) -> None:
         """Where rank 0 really listens."""
-        self._address = address
+        self._identity = msgspec.structs.replace(self._identity, host=address.host, port=address.port)
 
     def new_request(self, request: Request) -> None:
         params = request.kv_transfer_params
@@ -110,7 +109,7 @@ class SchedulerSide:
         """Tokens of the prompt that will come from the prefill side, beyond those computed here. No side effects."""
         tracked = self._requests.get(RequestId(request.request_id))
         if isinstance(tracked, DecodeRequest) and tracked.stage is Stage.NEW:
-            return max(0, request.num_prompt_tokens - num_computed_tokens)
+            return max(0, int(request.num_prompt_tokens) - num_computed_tokens)
         if isinstance(tracked, RejectedRequest) and tracked.is_decode and tracked.stage is Stage.NEW:
             return 1  # the least that makes it a load, which is then failed
         return 0
@@ -208,17 +207,7 @@ class SchedulerSide:
         self._handover.after_forward.append(command)
         if is_aborted:
             return is_held, None
-        answer = prefill_answer(
-            tracked.ticket,
-            engine_id=self._engine_id,
-            request_id=request_id,
-            host=self._address.host,
-            port=self._address.port,
-            tp_size=self._tp_size,
-            pp_size=self._pp_size,
-            blocks=blocks,
-            num_tokens=tracked.num_prompt_tokens,
-        )
+        answer = prefill_answer(tracked.ticket, self._identity, request_id, blocks, tracked.num_prompt_tokens)
         return is_held, answer
 
     def loads_ended(self, request_ids: Iterable[str]) -> None:

@@ -73,7 +73,7 @@ class WorkerSide:
             transport=self._transport,
             channel=self._channel,
             peers=Peers(self._transport, layout),
-            mover=Mover(self._transport, source_trace),
+            mover=Mover(self._transport, source_trace, destination_trace),
             results=self._results,
             source_trace=source_trace,
             destination_trace=destination_trace,

@@ -6,6 +6,7 @@ are those of vLLM's in-tree NIXL connectors. The params decide the direction: `r
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias
@@ -16,11 +17,11 @@ from kvbaton.errors import InvalidParams
 from kvbaton.types import Direction, EngineId, RequestId, TransferId
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-BlockIds: TypeAlias = list[list[Annotated[int, msgspec.Meta(ge=0)]]]
+BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Every key that may appear, with its type. The last line holds keys that other connectors add and we ignore."""
+class _Wire(msgspec.Struct, frozen=True):
+    """Every key we obey, with its type. vLLM and other routers add keys of their own, which are let pass."""
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
@@ -29,12 +30,11 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remote_request_id: Text | None = None
     remote_host: Text | None = None
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
-    remote_block_ids: BlockIds | list[Annotated[int, msgspec.Meta(ge=0)]] | None = None
+    remote_block_ids: list[list[BlockId] | BlockId] | None = None
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     pp_size: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     transfer_mode: Literal["push", "pull"] | None = None
-    dcp_size: int | None = None
 
 
 class PrefillTicket(msgspec.Struct, frozen=True):
@@ -59,8 +59,9 @@ def parse_params(params: Mapping[str, object], request_id: RequestId) -> Prefill
     """The ticket in `params`, or None where they ask for nothing.
 
     Without `transfer_id` the legs pair by `remote_request_id`, else by the request id less the engine's random suffix.
-    Raises InvalidParams naming the field.
+    Raises InvalidParams naming the field, also for an unknown one that is nearly a known one.
     """
+    _refuse_misspelt(params)
     try:
         wire = msgspec.convert(dict(params), _Wire, strict=True)
     except msgspec.ValidationError as error:
@@ -72,6 +73,14 @@ def parse_params(params: Mapping[str, object], request_id: RequestId) -> Prefill
     if wire.do_remote_prefill:
         return _decode_ticket(wire, request_id)
     return None
+
+
+def _refuse_misspelt(params: Mapping[str, object]) -> None:
+    """A misspelt key would be let pass as a foreign one, and the request would quietly be served another way."""
+    for key in params:
+        close = difflib.get_close_matches(key, _Wire.__struct_fields__, n=1, cutoff=0.85)
+        if close and key != close[0]:
+            raise InvalidParams(f"kv_transfer_params: unknown field {key!r}. Did you mean {close[0]!r}?")
 
 
 def _decode_ticket(wire: _Wire, request_id: RequestId) -> DecodeTicket:
@@ -99,15 +108,20 @@ def _without_suffix(request_id: str) -> str:
     return re.sub(r"-[0-9a-f]{8}$", "", request_id)
 
 
+class PrefillIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """How decode engines reach this engine, in the words of the params."""
+
+    engine_id: EngineId
+    host: str
+    port: int
+    tp_size: int
+    pp_size: int
+
+
 def prefill_answer(
     ticket: PrefillTicket,
-    *,
-    engine_id: EngineId,
+    identity: PrefillIdentity,
     request_id: RequestId,
-    host: str,
-    port: int,
-    tp_size: int,
-    pp_size: int,
     blocks: tuple[list[int], ...],
     num_tokens: int,
 ) -> dict[str, object]:
@@ -115,12 +129,12 @@ def prefill_answer(
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_engine_id": engine_id,
+        "remote_engine_id": identity.engine_id,
         "remote_request_id": request_id,
-        "remote_host": host,
-        "remote_port": port,
-        "tp_size": tp_size,
-        "pp_size": pp_size,
+        "remote_host": identity.host,
+        "remote_port": identity.port,
+        "tp_size": identity.tp_size,
+        "pp_size": identity.pp_size,
         "remote_block_ids": [list(group) for group in blocks],
         "remote_num_tokens": num_tokens,
         "transfer_mode": "push",

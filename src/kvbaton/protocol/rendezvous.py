@@ -136,8 +136,13 @@ class Rendezvous:
             self.deadline_s = now_s + self._deadlines.of(next_state)
         return effects
 
-    def renew(self, now_s: float) -> None:
-        """The peer gave a sign of life or bytes moved: the state's deadline starts anew. A drain is never prolonged."""
+    def heard(self, now_s: float) -> None:
+        """The peer gave a sign of life. That prolongs waiting for it, not the moving of bytes, and never a drain."""
+        if self.state in {State.OPEN, State.OFFERED}:
+            self.deadline_s = now_s + self._deadlines.of(self.state)
+
+    def moved(self, now_s: float) -> None:
+        """Bytes of ours moved: the state's deadline starts anew, except that of a drain."""
         if self.state is not State.DRAINING:
             self.deadline_s = now_s + self._deadlines.of(self.state)
 

@@ -115,7 +115,7 @@ class DestinationEnd:
         if transfer.direction is Direction.PUSH:
             self._feed(transfer, Input.OFFERS, now_s)
 
-    def _register(self, transfer: DestinationTransfer, now_s: float) -> None:
+    def _register(self, transfer: DestinationTransfer, now_s: float, *, is_introducing: bool = False) -> None:
         line = self._lines.setdefault(transfer.endpoint, Line(opened_s=now_s))
         ticket, opened = transfer.opened.ticket, transfer.opened
         register = Register(
@@ -126,7 +126,7 @@ class DestinationEnd:
             first_token=opened.first_token,
             num_tokens=opened.num_tokens,
             blocks=opened.blocks,
-            hello=None if line.knows_us else self._rank.hello,
+            hello=self._rank.hello if is_introducing or not line.knows_us else None,
         )
         line.knows_us = True
         self._say(transfer.endpoint, register)
@@ -137,8 +137,14 @@ class DestinationEnd:
                 self._feed(transfer, Input.CANCEL, now_s, "the decode request was given up")
 
     def nothing_needed(self, ticket: DecodeTicket) -> None:
-        """The source learns at once that nobody will come for this transfer."""
+        """The source learns at once that nobody will come for this transfer.
+
+        vLLM also says so, under another request id, of a request whose client left: if that one is in our hands, its own
+        cancellation ends it, safely.
+        """
         endpoint = Endpoint(ticket.host, ticket.port)
+        if (endpoint, ticket.transfer_id) in self._transfers:
+            return
         self._lines.setdefault(endpoint, Line(opened_s=self._rank.clock()))
         self._say(endpoint, Ended(ticket.transfer_id, Outcome.DELIVERED, "the decode side holds the whole prompt"))
 
@@ -156,11 +162,9 @@ class DestinationEnd:
             return
         match message:
             case Accepted():
-                transfer.rendezvous.renew(now_s)
+                transfer.rendezvous.heard(now_s)
             case HelloWanted():
-                if line is not None:
-                    line.knows_us = False
-                self._register(transfer, now_s)
+                self._register(transfer, now_s, is_introducing=True)
             case Offer():
                 self._offered(transfer, message, now_s)
             case SegmentPosted():
@@ -195,7 +199,7 @@ class DestinationEnd:
             return
         self._rank.destination_trace.emit("segment_arrived", transfer.transfer_id, segment=notification.segment)
         transfer.is_expecting = False
-        transfer.rendezvous.renew(now_s)
+        transfer.rendezvous.heard(now_s)
         if transfer.receipt.is_complete:
             self._feed(transfer, Input.COMPLETE, now_s)
 
@@ -257,6 +261,7 @@ class DestinationEnd:
                     self._feed(transfer, Input.FAIL, now_s, settled.failure)
                 else:
                     settled.move.peer.connecting_until_s = now_s
+                    transfer.rendezvous.moved(now_s)
                     self._maybe_complete(transfer, now_s)
                 if transfer.rendezvous.state is State.DRAINING and transfer.num_in_flight == 0:
                     self._feed(transfer, Input.QUIET, now_s)

@@ -72,12 +72,20 @@ class Driver:
             self._close()
 
     def _pause_s(self) -> float:
-        now_s = self._rank.clock()
         if self._inbox:
             return 0.0
-        if self._rank.mover.is_busy or self._rank.peers.are_connecting(now_s) or self._destination.is_expecting(now_s):
+        now_s = self._rank.clock()
+        if self._rank.mover.is_busy or self._needs_progress(now_s):
             return FAST_TICK_S
-        return SLOW_TICK_S if len(self._destination) else IDLE_TICK_S
+        return SLOW_TICK_S if len(self._destination) or self._source.has_offered else IDLE_TICK_S
+
+    def _needs_progress(self, now_s: float) -> bool:
+        """Bytes or a connection of a peer's may be waiting for our library to do its part."""
+        return (
+            self._rank.peers.are_connecting(now_s)
+            or self._destination.is_expecting(now_s)
+            or self._source.is_being_read(now_s)
+        )
 
     def _turn(self) -> None:
         now_s = self._rank.clock()
@@ -120,7 +128,7 @@ class Driver:
         for settled in self._rank.mover.poll():
             end = self._source if settled.move.operation is Operation.WRITE else self._destination
             end.settled(settled.move.transfer_id, settled, now_s)
-        if not len(self._destination) and not self._rank.peers.are_connecting(now_s):
+        if not (len(self._destination) or self._source.has_offered or self._rank.peers.are_connecting(now_s)):
             return
         for arrival in self._rank.transport.arrivals():
             try:

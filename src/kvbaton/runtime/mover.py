@@ -56,9 +56,9 @@ class _InFlight:
 
 
 class Mover:
-    def __init__(self, transport: Transport, trace: Trace) -> None:
+    def __init__(self, transport: Transport, source_trace: Trace, destination_trace: Trace) -> None:
         self._transport = transport
-        self._trace = trace
+        self._traces = {Operation.WRITE: source_trace, Operation.READ: destination_trace}
         self._in_flight: dict[Handle, _InFlight] = {}
 
     @property
@@ -92,7 +92,7 @@ class Mover:
         move.num_in_flight += 1
         move.num_bytes += descriptors.num_bytes
         self._in_flight[handle] = _InFlight(move, segment, descriptors.num_bytes, planned_s)
-        self._trace.emit(
+        self._traces[move.operation].emit(
             "segment_posted",
             move.transfer_id,
             segment=segment.number,
@@ -144,7 +144,7 @@ class Mover:
         move.num_in_flight -= 1
         move.segments.confirm(flight.segment)
         if flight.failure is None:
-            self._trace.emit(
+            self._traces[move.operation].emit(
                 "segment_moved",
                 move.transfer_id,
                 segment=flight.segment.number,

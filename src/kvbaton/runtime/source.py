@@ -40,6 +40,9 @@ logger = logging.getLogger("vllm.kvbaton")
 
 MAX_REMEMBERED = 4096
 
+READ_WATCH_S = 1.0
+"""How long after an offer we expect the reader to be at work, and keep our half of the transport going for it."""
+
 
 @dataclass
 class Destination:
@@ -61,6 +64,7 @@ class SourceTransfer:
     is_engine_done: bool = False
     """The engine has finished the request; what it holds now, it holds for us."""
     is_held: bool = False
+    offered_s: float | None = None
 
     @property
     def is_computing(self) -> bool:
@@ -89,14 +93,14 @@ class SourceEnd:
             )  # fmt: skip
             return
         transfer.request_id = command.request_id
-        transfer.rendezvous.renew(now_s)
+        transfer.rendezvous.heard(now_s)
 
     def advanced(self, command: SourceAdvanced, now_s: float) -> None:
         transfer = self._of_request(command.transfer_id, command.request_id)
         if transfer is None:
             return
         transfer.frontier = command
-        transfer.rendezvous.renew(now_s)
+        transfer.rendezvous.heard(now_s)
         self._rank.source_trace.emit(
             "source_advanced", transfer.transfer_id, num_tokens=command.num_tokens, last=command.is_last
         )
@@ -111,7 +115,7 @@ class SourceEnd:
             return
         transfer.is_engine_done = True
         transfer.is_held = command.is_held
-        transfer.rendezvous.renew(now_s)
+        transfer.rendezvous.heard(now_s)
         if command.is_aborted:
             self._feed(transfer, Input.CANCEL, now_s, "the prefill request was aborted")
 
@@ -193,7 +197,7 @@ class SourceEnd:
             self._say(caller, Ended(message.transfer_id, outcome, reason))
             return
         if transfer.request_id is not None:
-            transfer.rendezvous.renew(now_s)
+            transfer.rendezvous.heard(now_s)
         self._say(caller, Accepted(message.transfer_id))
 
     def _with_transfer(self, caller: Caller, transfer_id: str, what: Input, now_s: float, reason: str) -> None:
@@ -280,6 +284,7 @@ class SourceEnd:
         self, transfer: SourceTransfer, destination: Destination, frontier: SourceAdvanced, now_s: float
     ) -> None:
         self._feed(transfer, Input.OFFERS, now_s)
+        transfer.offered_s = now_s
         self._say(
             destination.caller,
             Offer(
@@ -300,7 +305,7 @@ class SourceEnd:
             self._feed(transfer, Input.FAIL, now_s, settled.failure)
         else:
             settled.move.peer.connecting_until_s = now_s
-            transfer.rendezvous.renew(now_s)
+            transfer.rendezvous.moved(now_s)
             self._match(transfer, now_s)
         if transfer.rendezvous.state is State.DRAINING and transfer.num_in_flight == 0:
             self._feed(transfer, Input.QUIET, now_s)
@@ -313,7 +318,7 @@ class SourceEnd:
                 continue
             if transfer.rendezvous.state is State.OPEN and transfer.is_computing:
                 # The engine owns the request's life while it queues and computes.
-                transfer.rendezvous.renew(now_s)
+                transfer.rendezvous.heard(now_s)
                 continue
             self._feed(transfer, Input.EXPIRE, now_s, self._why_overdue(transfer))
 
@@ -375,6 +380,18 @@ class SourceEnd:
         except PeerLost as error:
             # Its transfers end by their own deadlines, or by the transport failing to reach it.
             logger.debug("A decode side left before it got %s: %s", type(message).__name__, error)
+
+    # -- what the loop needs to know ---------------------------------------------------------------------------------
+
+    @property
+    def has_offered(self) -> bool:
+        return any(transfer.offered_s is not None for transfer in self._transfers.values())
+
+    def is_being_read(self, now_s: float) -> bool:
+        return any(
+            transfer.offered_s is not None and now_s < transfer.offered_s + READ_WATCH_S
+            for transfer in self._transfers.values()
+        )
 
     def __len__(self) -> int:
         return len(self._transfers)

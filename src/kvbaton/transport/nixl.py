@@ -63,7 +63,7 @@ class NixlTransport(Transport):
             self._agent: nixl_agent = interface.nixl_agent(
                 agent_name, interface.nixl_agent_config(enable_prog_thread=False, backends=list(backends))
             )
-        except (*self._errors, RuntimeError) as error:
+        except self._errors as error:
             raise Unsupported(f"NIXL could not start backend {', '.join(backends)}: {error}") from error
         missing = [name for name in backends if name not in self._agent.backends]
         if missing:
@@ -96,7 +96,7 @@ class NixlTransport(Transport):
     def connect(self, metadata: bytes) -> AgentName:
         try:
             name = self._agent.add_remote_agent(metadata)
-        except (*self._errors, ValueError) as error:
+        except self._errors as error:
             raise PeerLost(f"the peer's NIXL metadata cannot be loaded: {error}") from error
         peer = AgentName(name.decode() if isinstance(name, bytes) else str(name))
         self._peers.add(peer)
