@@ -19,6 +19,8 @@ from kvbaton.errors import BatonError, UsageError
 from kvbaton.launch import flags
 
 _PROGRAM = "kvbaton"
+_INTERRUPTED = 130
+"""As shells have it, for commands that Ctrl-C cuts short; `up` and `logs -f` are meant to be ended by it."""
 _EXTRAS = {
     "psutil": "launch",
     "rich": "launch",
@@ -88,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message = f"`{_PROGRAM} {options.command}` needs {error.name!r}, which is not installed"
         return _complain(message, [f"pip install 'kvbaton[{extra}]'"], error)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has enough; keep the interpreter from complaining when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

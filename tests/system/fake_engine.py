@@ -53,9 +53,12 @@ def main() -> None:
     parser.add_argument("--die-after-s", type=float)
     parser.add_argument("--never-ready", action="store_true")
     parser.add_argument("--ignore-sigterm", action="store_true")
+    parser.add_argument("--plain-worker", action="store_true", help="a child that ignores SIGTERM")
     parser.add_argument("--worker", action="store_true", help="a child in its own session that ignores SIGTERM")
     options, _ = parser.parse_known_args()
     say("INFO Starting to load model")
+    if options.plain_worker:
+        subprocess.Popen([sys.executable, "-c", WORKER])
     if options.worker:
         subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True)
     if options.die_before_ready is not None:

@@ -136,6 +136,19 @@ class TestDeployment:
         assert marked() == []
         assert time.monotonic() - started_s < PATIENCE_S / 2
 
+    def test_even_a_killed_leash_leaves_nothing(self, tmp_path: Path, marked: Marked) -> None:
+        with Deployment(fake_spec(tmp_path, engine_args=("--plain-worker",))) as deployment:
+            state = RunDir(tmp_path / "default").read()
+            assert state is not None
+            leash = state.instances[0].leash
+            assert leash is not None
+            leash.send(signal.SIGKILL)
+            until(lambda: deployment.instances[0].exit_code is not None, "the death being noticed")
+            with pytest.raises(DeploymentError, match="prefill-0 was ended by SIGKILL"):
+                deployment.check()
+            assert len(marked()) == 3 + 2 + 1  # router and decode with leashes, decode's worker, and the orphan
+        assert marked() == []
+
     def test_an_engine_can_be_killed_and_started_again(self, tmp_path: Path, marked: Marked) -> None:
         with Deployment(fake_spec(tmp_path, engine_args=("--worker",))) as deployment:
             (decode,) = deployment.by_role("decode")

@@ -73,6 +73,17 @@ def descendants(pid: int) -> list[Identity]:
     return found
 
 
+def session_members(leader: Identity) -> list[Identity]:
+    """Who is left in the session that `leader` led; nobody's business once the number is somebody else's."""
+    now = Identity.of(leader.pid)
+    if now is not None and now != leader:
+        return []
+    # While a session has members its number is not given out again, so these are the leader's.
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    found = [Identity.of(pid) for pid in pids if (fields := _stat(pid)) and int(fields[3]) == leader.pid]
+    return [each for each in found if each is not None and each != leader]
+
+
 def _stat(pid: int) -> list[str] | None:
     """The fields of /proc/<pid>/stat after the command name: state, parent, ..."""
     with contextlib.suppress(OSError):

@@ -19,6 +19,8 @@ from kvbaton.launch.ports import Ports
 from kvbaton.launch.remedy import usage_error
 from kvbaton.launch.spec import Connector, DeploymentSpec, Role
 
+_DRAIN_S = 5
+
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One process: an engine or the router."""
@@ -140,6 +142,8 @@ def _plan_router(spec: DeploymentSpec, machine: Machine, port: int, engines: Seq
         argv += ["--prefill" if engine.role == Role.PREFILL.value else "--decode", engine.url]
     if spec.connector is not Connector.NONE:
         argv += ["--direction", spec.effective_direction.value]
+    # Somebody who stops the whole deployment does not want to wait for the longest answer.
+    argv += ["--drain", str(_DRAIN_S)]
     if trace_path:
         argv += ["--trace-file", trace_path]
     return ProcessPlan(

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvbaton.launch.identity import Identity, descendants, wait_gone
+from kvbaton.launch.identity import Identity, descendants, session_members, wait_gone
 from kvbaton.launch.plan import ProcessPlan
 
 _KILL_WAIT_S = 5.0
@@ -59,10 +59,7 @@ class Child:
         finally:
             os.close(lifeline)
             os.close(report_end)
-
-    @property
-    def leash(self) -> Identity | None:
-        return Identity.of(self._leash.pid)
+        self.leash = Identity.of(self._leash.pid)
 
     @property
     def identity(self) -> Identity | None:
@@ -115,9 +112,11 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._leash.pid, signal.SIGKILL)
             self._leash.wait()
-        for process in below:
+        # Should the leash itself have been killed, nobody else looks after these.
+        left = below + (session_members(self.leash) if self.leash else [])
+        for process in left:
             process.send(signal.SIGKILL)
-        wait_gone(below, _KILL_WAIT_S)
+        wait_gone(left, _KILL_WAIT_S)
         self._close_pipes()
 
     def _close_pipes(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.launch.identity import Identity, wait_gone
+from kvbaton.launch.identity import Identity, session_members, wait_gone
 from kvbaton.launch.remedy import deployment_error, usage_error
 
 _STATE = "state.json"
@@ -144,6 +144,7 @@ def end_processes(state: DeploymentState, timeout_s: float) -> None:
         members = [each for each in (process.process, process.leash) if each is not None]
         for each in members[:1]:
             each.send(signal.SIGTERM)
-        for left in wait_gone(members, timeout_s):
+        orphans = session_members(process.leash) if process.leash else []
+        for left in [*wait_gone(members, timeout_s), *orphans]:
             left.send(signal.SIGKILL)
-        wait_gone(members, timeout_s)
+        wait_gone([*members, *orphans], timeout_s)

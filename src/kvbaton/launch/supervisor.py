@@ -41,7 +41,11 @@ class Instance:
     def __init__(self, plan: ProcessPlan) -> None:
         self.plan = plan
         self.child: Child | None = None
-        self.ready = False
+        self.ready_after_s: float | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.ready_after_s is not None
 
     @property
     def name(self) -> str:
@@ -178,7 +182,7 @@ class Deployment:
         """It is gone at once, as in a crash; the others are left alone."""
         if instance.child is not None:
             instance.child.kill()
-        instance.ready = False
+        instance.ready_after_s = None
 
     def start(self, instance: Instance) -> None:
         """It serves again, on the same port, with its log continued."""
@@ -211,7 +215,7 @@ class Deployment:
     def _launch(self, group: Sequence[Instance], *, append_log: bool = False) -> None:
         """All of `group` are started at once and serve."""
         for instance in group:
-            instance.ready = False
+            instance.ready_after_s = None
             instance.child = Child(instance.plan, append_log=append_log)
         self._write_state(Phase.STARTING)
         give_up_at_s = time.monotonic() + self.spec.startup_timeout_s
@@ -233,15 +237,13 @@ class Deployment:
         # After the answers: what answers on our port may be a stranger, and ours has died of it.
         self._check([each for each in self._everybody() if each.child and (each.ready or each in group)])
         for instance in answering:
-            instance.ready = True
+            instance.ready_after_s = _age_s(instance)
         self._progress.update([self._row(instance) for instance in group])
 
     def _row(self, instance: Instance) -> Row:
-        child = instance.child
-        elapsed_s = time.monotonic() - child.started_s if child else 0.0
         where = instance.url + (f", cores {','.join(map(str, instance.plan.cores))}" if instance.plan.cores else "")
         stage = "starting" if instance is self.router else readiness.stage(instance.plan.log_path)
-        return Row(instance.name, where, stage, elapsed_s, instance.ready)
+        return Row(instance.name, where, stage, instance.ready_after_s or _age_s(instance), instance.ready)
 
     def _check(self, group: Sequence[Instance]) -> None:
         for instance in group:
@@ -275,7 +277,7 @@ class Deployment:
             child.kill()
         for instance in group:
             instance.child = None
-            instance.ready = False
+            instance.ready_after_s = None
 
     def _forget_old_traces(self) -> None:
         # Traces are appended to by their owners; those of an earlier run under this name would be read as ours.
@@ -302,3 +304,7 @@ class Deployment:
                 instances=tuple(states),
             )
         )
+
+
+def _age_s(instance: Instance) -> float:
+    return time.monotonic() - instance.child.started_s if instance.child else 0.0

@@ -73,7 +73,7 @@ def test_the_router_knows_everybody_and_the_direction() -> None:
     router = planned(**ENGINE_PORTS, direction=Direction.PULL, router_args=("--log-level", "debug")).router
     assert shlex.join(router.argv) == (
         "/env/python -m kvbaton router --host 127.0.0.1 --port 18100 --prefill http://127.0.0.1:18101"
-        " --decode http://127.0.0.1:18102 --direction pull --trace-file /run/traces/router.jsonl --log-level debug"
+        " --decode http://127.0.0.1:18102 --direction pull --drain 5 --trace-file /run/traces/router.jsonl --log-level debug"
     )
 
 
