@@ -35,7 +35,7 @@ from typing import Annotated
 
 import msgspec
 
-from kvbaton.router.request import Api, ClientRequest, Fields
+from kvbaton.router.request import NULL, Api, ClientRequest, Fields, is_null
 from kvbaton.types import EngineId, TransferId
 
 STEERING = frozenset({"kv_transfer_params", "ec_transfer_params", "request_id"})
@@ -140,7 +140,7 @@ class _Params(msgspec.Struct):
 
 
 class _PrefillReply(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: msgspec.Raw = NULL
 
 
 def read_prefill_answer(body: bytes) -> PrefillAnswer | str:
@@ -150,7 +150,7 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer | str:
     """
     try:
         raw = msgspec.json.decode(body, type=_PrefillReply).kv_transfer_params
-        if raw is None or bytes(raw).strip() == b"null":
+        if is_null(raw):
             return "it answered without kv_transfer_params; start it with a KV connector (--kv-transfer-config)"
         seen = msgspec.json.decode(raw, type=_Params)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -57,6 +57,7 @@ class ClientRequest(msgspec.Struct, frozen=True):
     decode_only: DecodeOnly | None
 
 
+NULL = msgspec.Raw(b"null")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -67,15 +68,15 @@ class _Common(msgspec.Struct):
     n: int | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
-    prompt_logprobs: msgspec.Raw | None = None
-    truncate_prompt_tokens: msgspec.Raw | None = None
+    prompt_logprobs: msgspec.Raw = NULL
+    truncate_prompt_tokens: msgspec.Raw = NULL
 
 
 class _Completion(_Common):
     prompt: Annotated[list[str | int | list[int]], msgspec.Meta(min_length=1)] | str | None = None
-    prompt_embeds: msgspec.Raw | None = None
+    prompt_embeds: msgspec.Raw = NULL
     echo: bool | None = None
-    logprobs: msgspec.Raw | None = None
+    logprobs: msgspec.Raw = NULL
 
 
 class _Chat(_Common, kw_only=True):
@@ -102,21 +103,21 @@ def parse_request(api: Api, body: bytes) -> ClientRequest | Answer:
         return _wrong_field(str(error))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return rejection(400, f"The request body is not valid JSON: {error}", code="invalid_json")
-    if isinstance(seen, _Completion) and seen.prompt is None and _is_null(seen.prompt_embeds):
+    if isinstance(seen, _Completion) and seen.prompt is None and is_null(seen.prompt_embeds):
         return rejection(400, "A completion needs a `prompt`.", code="missing_field", param="prompt")
     return ClientRequest(api=api, model=seen.model, fields=fields, decode_only=_decode_only(seen))
 
 
 def _decode_only(seen: _Completion | _Chat) -> DecodeOnly | None:
     limits = (seen.max_tokens, seen.max_completion_tokens if isinstance(seen, _Chat) else None)
-    embeds = isinstance(seen, _Completion) and not _is_null(seen.prompt_embeds)
+    embeds = isinstance(seen, _Completion) and not is_null(seen.prompt_embeds)
     found = (
         (embeds, DecodeOnly.PROMPT_EMBEDS),
         (isinstance(seen, _Completion) and _has_several_prompts(seen.prompt), DecodeOnly.SEVERAL_PROMPTS),
         (bool(seen.use_beam_search), DecodeOnly.BEAM_SEARCH),
         (max(seen.n or 1, seen.best_of or 1) > 1, DecodeOnly.SEVERAL_CHOICES),
         (_wants_prompt_logprobs(seen), DecodeOnly.PROMPT_LOGPROBS),
-        (not _is_null(seen.truncate_prompt_tokens), DecodeOnly.TRUNCATION),
+        (not is_null(seen.truncate_prompt_tokens), DecodeOnly.TRUNCATION),
         (0 in limits, DecodeOnly.NO_GENERATION),
     )
     return next((reason for is_so, reason in found if is_so), None)
@@ -128,13 +129,13 @@ def _has_several_prompts(prompt: str | list[str | int | list[int]] | None) -> bo
 
 
 def _wants_prompt_logprobs(seen: _Completion | _Chat) -> bool:
-    if not _is_null(seen.prompt_logprobs):
+    if not is_null(seen.prompt_logprobs):
         return True
-    return isinstance(seen, _Completion) and bool(seen.echo) and not _is_null(seen.logprobs)
+    return isinstance(seen, _Completion) and bool(seen.echo) and not is_null(seen.logprobs)
 
 
-def _is_null(value: msgspec.Raw | None) -> bool:
-    return value is None or bytes(value).strip() == b"null"
+def is_null(value: msgspec.Raw) -> bool:
+    return bytes(value).strip() == b"null"
 
 
 _MISSING = re.compile(r"missing required field `(\w+)`")
