@@ -22,6 +22,10 @@ _ECHO = re.compile(
     r"Engine core (initialization|proc) failed|See root cause above|EngineDeadError|WorkerProc initialization failed"
 )
 
+# Says nothing about a death: harmless levels, and the list of routes that would fill the end of a log.
+_HARMLESS = re.compile(r"\b(INFO|WARNING|DEBUG)\b")
+_NOISE = re.compile(r"\bRoute: /")
+
 _REMEDIES = (
     (r"address already in use", "Another program took the port meanwhile: start again, or choose another port."),
     (
@@ -72,7 +76,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 def diagnose(log_path: str, exit_code: int | None) -> Diagnosis:
     """What the log at `log_path` and the exit code say. None as exit code: it is still running."""
-    lines = [line for line in last_lines(log_path, _SEARCHED_LINES) if line.strip()]
+    lines = [line for line in last_lines(log_path, _SEARCHED_LINES) if line.strip() and not _NOISE.search(line)]
     line = telling_line(lines)
     return Diagnosis(_how(exit_code), line, _remedy(lines, line, exit_code, log_path), tuple(lines[-_SHOWN_LINES:]))
 
@@ -80,7 +84,9 @@ def diagnose(log_path: str, exit_code: int | None) -> Diagnosis:
 def telling_line(lines: list[str]) -> str | None:
     """The last exception that is not an echo of another; failing that, the last line that complains."""
     for pattern in (_RAISED, _COMPLAINT):
-        found = [line for line in lines if pattern.search(line) and not _ECHO.search(line)]
+        found = [
+            line for line in lines if pattern.search(line) and not _ECHO.search(line) and not _HARMLESS.search(line)
+        ]
         if found:
             return found[-1].strip()
     return None

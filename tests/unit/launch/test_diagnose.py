@@ -64,6 +64,13 @@ def test_a_kill_without_a_word_is_probably_memory(tmp_path: Path) -> None:
 def test_without_an_exception_the_last_complaint_is_shown() -> None:
     assert telling_line(["fine", "cannot open the door", "fine"]) == "cannot open the door"
     assert telling_line(["fine"]) is None
+    assert telling_line(["WARNING a limit may cause OSError: too many files"]) is None
+
+
+def test_routes_do_not_fill_the_end_of_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("ValueError: the reason\n" + "INFO Route: /health, Methods: GET\n" * 50)
+    assert diagnose(str(log), 1).tail == ("ValueError: the reason",)
 
 
 @pytest.mark.parametrize(
