@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 from kvbaton.runtime.events import Command
-from kvbaton.types import RequestId
+from kvbaton.types import RequestId, TransferId
 
 
 @dataclass
@@ -16,6 +16,8 @@ class StepHandover(KVConnectorMetadata):
 
     before_forward: list[Command] = field(default_factory=list)
     after_forward: list[Command] = field(default_factory=list)
+    preempted: list[tuple[TransferId, RequestId]] = field(default_factory=list)
+    """Prefill requests whose blocks this step may overwrite."""
     rejected: dict[RequestId, str] = field(default_factory=dict)
     """Decode requests whose params are invalid: to be failed without a transfer."""
     num_scheduled_tokens: int = 0

@@ -159,6 +159,7 @@ class SchedulerSide:
         if isinstance(tracked, PrefillRequest):
             tracked.generation += 1
             tracked.num_final_tokens = 0
+            self._handover.preempted.append((tracked.ticket.transfer_id, request_id))
 
     def _scheduled(self, request_id: RequestId, num_tokens: int, blocks_of: Callable[[str], BlockLists | None]) -> None:
         """After this step's forward, the first `num_tokens` of the request have KV."""

@@ -7,6 +7,7 @@ bounded: a short sleep in a step that has nothing else to do. Next: runtime/driv
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Iterable
@@ -18,14 +19,21 @@ from kvbaton.geometry.layout import KVLayout
 from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
 from kvbaton.protocol.rendezvous import Deadlines
 from kvbaton.runtime.driver import Driver
-from kvbaton.runtime.events import Batch, DestinationCancelled, DestinationOpened, Results, SourceFinished
+from kvbaton.runtime.events import (
+    Batch,
+    DestinationCancelled,
+    DestinationOpened,
+    Results,
+    SourceFinished,
+    SourceRevoked,
+)
 from kvbaton.runtime.mover import Mover
 from kvbaton.runtime.peers import Peers, agent_name
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import SideChannel
 from kvbaton.runtime.trace import Trace
 from kvbaton.transport.nixl import NixlTransport
-from kvbaton.types import EngineId, RequestId
+from kvbaton.types import EngineId, RequestId, TransferId
 
 if TYPE_CHECKING:
     from kvbaton.transport.base import Span
@@ -94,12 +102,28 @@ class WorkerSide:
         )  # fmt: skip
 
     def submit_before(self, step: StepHandover) -> None:
+        if step.preempted:
+            self._revoke(step.preempted)
         for command in step.before_forward:
             if isinstance(command, DestinationOpened):
                 self._loading.add(command.request_id)
         self._rejected.update(step.rejected)
         if step.before_forward and self._driver is not None:
             self._driver.submit(step.before_forward)
+
+    def _revoke(self, preempted: list[tuple[TransferId, RequestId]]) -> None:
+        """The blocks of preempted prefills are no longer read: this step may overwrite them.
+
+        The one wait on the engine's thread for bytes to move; it is rare, short (a segment that is already on its way)
+        and bounded. What a write stuck for longer would carry is of an older generation, which the other side ignores.
+        """
+        if self._driver is None:
+            return
+        events = [threading.Event() for _ in preempted]
+        self._driver.submit([SourceRevoked(*ids, released) for ids, released in zip(preempted, events, strict=True)])
+        deadline_s = time.monotonic() + self._settings.drain_timeout_s
+        for released in events:
+            released.wait(max(0.0, deadline_s - time.monotonic()))
 
     def submit_after(self, step: StepHandover) -> None:
         """The step's forward is done: what it computed may be sent."""

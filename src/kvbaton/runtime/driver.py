@@ -22,6 +22,7 @@ from kvbaton.runtime.events import (
     SourceAdvanced,
     SourceFinished,
     SourceOpened,
+    SourceRevoked,
 )
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import Endpoint, Received
@@ -105,6 +106,8 @@ class Driver:
                 self._source.opened(command, now_s)
             case SourceAdvanced():
                 self._source.advanced(command, now_s)
+            case SourceRevoked():
+                self._source.revoked(command)
             case SourceFinished():
                 self._source.finished(command, now_s)
             case DestinationOpened():

@@ -38,6 +38,15 @@ class SourceAdvanced:
 
 
 @dataclass(frozen=True)
+class SourceRevoked:
+    """The engine takes the blocks away (preemption) and is about to overwrite them; `released` is set once none is read."""
+
+    transfer_id: TransferId
+    request_id: RequestId
+    released: threading.Event
+
+
+@dataclass(frozen=True)
 class SourceFinished:
     """The engine is done with the request. `is_held`: it keeps the blocks until the request is among `Results.sent`."""
 
@@ -73,7 +82,13 @@ class NothingNeeded:
 
 
 Command: TypeAlias = (
-    SourceOpened | SourceAdvanced | SourceFinished | DestinationOpened | DestinationCancelled | NothingNeeded
+    SourceOpened
+    | SourceAdvanced
+    | SourceRevoked
+    | SourceFinished
+    | DestinationOpened
+    | DestinationCancelled
+    | NothingNeeded
 )
 
 

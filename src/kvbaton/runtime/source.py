@@ -8,6 +8,7 @@ once, when its transfer is closed and no handle of ours is in flight. Next: dest
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ from kvbaton.protocol.messages import (
 )
 from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
 from kvbaton.protocol.segments import Segments
-from kvbaton.runtime.events import SourceAdvanced, SourceFinished, SourceOpened
+from kvbaton.runtime.events import SourceAdvanced, SourceFinished, SourceOpened, SourceRevoked
 from kvbaton.runtime.mover import Move, Settled
 from kvbaton.runtime.peers import Peer
 from kvbaton.runtime.rank import Rank
@@ -65,6 +66,8 @@ class SourceTransfer:
     """The engine has finished the request; what it holds now, it holds for us."""
     is_held: bool = False
     offered_s: float | None = None
+    awaits_release: threading.Event | None = None
+    """Somebody wants the blocks back and waits for our handles."""
 
     @property
     def is_computing(self) -> bool:
@@ -105,6 +108,16 @@ class SourceEnd:
             "source_advanced", transfer.transfer_id, num_tokens=command.num_tokens, last=command.is_last
         )
         self._match(transfer, now_s)
+
+    def revoked(self, command: SourceRevoked) -> None:
+        """Nothing more is posted from the blocks; what is in flight ends first."""
+        transfer = self._of_request(command.transfer_id, command.request_id)
+        if transfer is None or transfer.num_in_flight == 0:
+            command.released.set()
+        else:
+            transfer.awaits_release = command.released
+        if transfer is not None:
+            transfer.frontier = None
 
     def finished(self, command: SourceFinished, now_s: float) -> None:
         transfer = self._of_request(command.transfer_id, command.request_id)
@@ -301,6 +314,8 @@ class SourceEnd:
         transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.move is not settled.move:
             return
+        if transfer.awaits_release is not None and transfer.num_in_flight == 0:
+            transfer.awaits_release.set()
         if settled.failure is not None:
             self._feed(transfer, Input.FAIL, now_s, settled.failure)
         else:
