@@ -253,7 +253,9 @@ class Router:
         """A request on a socket of its own, to be closed at will."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+        )
         writer.write(head.encode() + b"\r\n\r\n" + data)
         await writer.drain()
         return reader, writer

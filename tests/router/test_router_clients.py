@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 
 import openai
 import pytest
 from aiohttp import web
-
-from kvbaton.types import Direction
 from tests.router.conftest import StartRouter
 from tests.router.scripted import (
     MODEL,
@@ -26,6 +25,8 @@ from tests.router.scripted import (
     stream,
 )
 
+from kvbaton.types import Direction
+
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 8}
 STREAM = {**BODY, "stream": True}
 
@@ -37,7 +38,7 @@ async def test_stream_is_byte_exact_and_unbuffered(router: Router, d: ScriptedEn
     """Pieces end inside a UTF-8 character and inside events; each is with the client before the next is sent."""
     text = 'data: {"text": "žluťoučký 🐎"}\r\n\r\n: comment\n\ndata: {"usage": {}}\n\ndata: [DONE]\n\n'.encode()
     cuts = [0, 17, 18, 24, 33, 34, 35, 50, len(text)]
-    pieces = [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(cuts)]
     got_piece = asyncio.Event()
 
     async def one_by_one(_: ScriptedEngine, __: Seen, request: web.Request) -> web.StreamResponse:
@@ -146,9 +147,7 @@ async def test_client_leaves_while_streaming(
     assert (await router.idle())["requests"]["client_gone"] == 1
 
 
-async def test_client_leaves_while_an_identity_is_learned(
-    router: Router, p: ScriptedEngine, d: ScriptedEngine
-) -> None:
+async def test_client_leaves_while_an_identity_is_learned(router: Router, p: ScriptedEngine, d: ScriptedEngine) -> None:
     p.behaviour, d.behaviour = reset, complete_when_told
     p.warm_up_gate.clear()
     assert (await router.post(BODY))[0] == 502

@@ -6,9 +6,6 @@ import asyncio
 import json
 
 import pytest
-
-from kvbaton.router.policy import Policy
-from kvbaton.types import Direction
 from tests.router.conftest import StartRouter
 from tests.router.scripted import (
     MODEL,
@@ -20,6 +17,9 @@ from tests.router.scripted import (
     prefill_when_told,
     stream,
 )
+
+from kvbaton.router.policy import Policy
+from kvbaton.types import Direction
 
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 8}
 
@@ -203,9 +203,7 @@ async def test_round_robin_over_several(start_router: StartRouter, p: ScriptedEn
         await d2.stop()
 
 
-async def test_load_counts_until_the_stream_ends(
-    start_router: StartRouter, d: ScriptedEngine
-) -> None:
+async def test_load_counts_until_the_stream_ends(start_router: StartRouter, d: ScriptedEngine) -> None:
     d2 = ScriptedEngine("d2", complete)
     await d2.start()
     try:

@@ -6,8 +6,6 @@ import asyncio
 
 import pytest
 from aiohttp import web
-
-from kvbaton.types import Direction
 from tests.router.conftest import StartRouter
 from tests.router.scripted import (
     MODEL,
@@ -25,6 +23,8 @@ from tests.router.scripted import (
     reset,
     stream,
 )
+
+from kvbaton.types import Direction
 
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 8}
 STREAM = {**BODY, "stream": True}
@@ -120,9 +120,7 @@ async def test_prefill_down_is_marked_and_comes_back_with_another_identity(
     assert (now["requests"]["engine_lost"], now["requests"]["not_ready"], now["requests"]["delivered"]) == (1, 1, 1)
 
 
-async def test_a_down_instance_is_not_chosen(
-    start_router: StartRouter, p: ScriptedEngine, d: ScriptedEngine
-) -> None:
+async def test_a_down_instance_is_not_chosen(start_router: StartRouter, p: ScriptedEngine, d: ScriptedEngine) -> None:
     gone = ScriptedEngine("gone", complete)
     await gone.start()
     router = await start_router(decode_urls=(gone.url, d.url), probe_interval_s=30.0)
@@ -196,7 +194,7 @@ async def test_broken_stream_ends_with_an_error_event(router: Router, d: Scripte
     status, body, headers = await router.post(STREAM)
     assert status == 200
     assert headers["content-type"].startswith("text/event-stream")
-    begun, event = body.split(b"\n\ndata: {\"error\"")
+    begun, event = body.split(b'\n\ndata: {"error"')
     assert begun == b'data: {"n": 1}\n\ndata: {"n": '
     error = error_of(b'{"error"' + event)
     assert error["code"] == "decode_connection_lost"
@@ -329,9 +327,7 @@ async def test_identity_that_never_settles_is_an_error(router: Router, p: Script
     await router.idle()
 
 
-async def test_push_waits_for_an_unknown_identity(
-    router: Router, p: ScriptedEngine, d: ScriptedEngine
-) -> None:
+async def test_push_waits_for_an_unknown_identity(router: Router, p: ScriptedEngine, d: ScriptedEngine) -> None:
     p.behaviour, d.behaviour = reset, complete_when_told
     p.warm_up_gate.clear()
     assert (await router.post(BODY))[0] == 502  # forgets the identity
@@ -389,4 +385,3 @@ def _first_hangs(behaviour: Behaviour) -> Behaviour:
         return await behaviour(engine, seen, request)
 
     return behave
-

@@ -72,6 +72,7 @@ class Effect(enum.Enum):
     COMMIT = "commit"
     """D's head and bytes go to the client from now on."""
     CANCEL_PREFILL = "cancel_prefill"
+    """Also the wait for P's identity."""
     CANCEL_DECODE = "cancel_decode"
     PASS_ON_ERROR = "pass_on_error"  # noqa: S105
     """The engine's own error answer, as it came."""
@@ -93,7 +94,7 @@ _BEGIN: dict[Route, Step] = {
 _TABLE: dict[tuple[State, Input], Step] = {
     (State.LEARNING, Input.LEARNED): ((Effect.SEND_PREFILL, Effect.SEND_DECODE), State.BOTH),
     (State.LEARNING, Input.LEARN_FAILED): ((Effect.REPORT_LOSS,), State.CLOSED),
-    (State.LEARNING, Input.CLIENT_GONE): ((Effect.ABANDON,), State.CLOSED),
+    (State.LEARNING, Input.CLIENT_GONE): ((Effect.CANCEL_PREFILL, Effect.ABANDON), State.CLOSED),
     (State.PREFILLING, Input.PREFILL_OK): ((Effect.SEND_DECODE,), State.DECODING),
     (State.PREFILLING, Input.PREFILL_ERROR): ((Effect.PASS_ON_ERROR,), State.CLOSED),
     (State.PREFILLING, Input.PREFILL_LOST): ((Effect.REPORT_LOSS,), State.CLOSED),

@@ -193,7 +193,9 @@ class Pool:
     def start(self) -> None:
         """Mutates; does not wait for anything, so the router can say 503 while engines load."""
         for instance in (*self.prefills.values(), *self.decodes.values()):
-            self._probers.append(asyncio.create_task(self._keep_probing(instance), name=f"probe {instance.url}"))
+            prober = asyncio.create_task(self._keep_probing(instance), name=f"probe {instance.url}")
+            prober.add_done_callback(_tell_of_defect)
+            self._probers.append(prober)
 
     async def stop(self) -> None:
         for prober in self._probers:
@@ -257,3 +259,9 @@ class Pool:
     def _down(self, instance: Instance, failure: LegFailure) -> None:
         instance.identity = None
         instance.become(Readiness.DOWN, failure.detail)
+
+
+def _tell_of_defect(prober: asyncio.Task[None]) -> None:
+    """A prober ends by being cancelled; anything else must not pass in silence."""
+    if not prober.cancelled() and (error := prober.exception()):
+        log.critical("%s ended by a defect; this instance is no longer watched", prober.get_name(), exc_info=error)
