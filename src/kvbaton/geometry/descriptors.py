@@ -73,7 +73,7 @@ def _describe_group(group: GroupMapping, ours: Int64Array, theirs: Int64Array) -
     _check_ids(theirs, group.their_num_blocks, "the peer's")
     real = (ours != 0) & (theirs != 0)
     ours, theirs = ours[real], theirs[real]
-    if ours.size == 0 or group.our_base.size == 0:
+    if ours.size == 0:
         empty = np.empty(0, dtype=np.int64)
         return Descriptors(empty, empty, empty)
     abuts = (group.our_stride == group.block_bytes) & (group.their_stride == group.block_bytes)

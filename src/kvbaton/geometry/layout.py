@@ -12,6 +12,8 @@ from kvbaton.errors import Incompatible, RemoteProtocolError
 
 MAX_REGIONS = 4096
 MAX_ADDRESS = 1 << 63
+MAX_DEVICES = 1 << 16
+NUM_SHOWN = 4
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -57,6 +59,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             raise RemoteProtocolError(f"layout has block sizes {self.block_size_tokens}; expected positive numbers")
         if self.tp_size < 1 or not 0 <= self.tp_rank < self.tp_size:
             raise RemoteProtocolError(f"layout has tensor-parallel rank {self.tp_rank} of {self.tp_size}")
+        if not 0 <= self.device_id < MAX_DEVICES:
+            raise RemoteProtocolError(f"layout has device {self.device_id}; expected 0 to {MAX_DEVICES - 1}")
+        layers = [region.layer for region in self.regions]
+        if len(set(layers)) != len(layers):
+            raise RemoteProtocolError("layout names a layer twice")
         for region in self.regions:
             _validate_region(region, num_groups=len(self.block_size_tokens))
 
@@ -64,7 +71,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 def _validate_region(region: Region, *, num_groups: int) -> None:
     sane = (
         0 <= region.cache_group < num_groups
-        and 0 < region.block_bytes <= region.block_stride_bytes
+        and 0 < region.block_bytes <= region.block_stride_bytes < MAX_ADDRESS
         and region.num_blocks > 0
         and region.base_address > 0
         and region.end_address < MAX_ADDRESS
@@ -87,9 +94,11 @@ def require_compatible(ours: KVLayout, theirs: KVLayout) -> None:
 
 def _comparable(ours: KVLayout, theirs: KVLayout) -> list[tuple[str, object, object]]:
     """(property, our value, their value) in the order in which they should be reported: causes before effects."""
+    mine, other = _layers(ours), _layers(theirs)
     return [
         ("model", ours.model, theirs.model),
         ("KV cache dtype", ours.dtype, theirs.dtype),
+        ("kind of memory", ours.memory_kind, theirs.memory_kind),
         ("tensor-parallel size", ours.tp_size, theirs.tp_size),
         ("tensor-parallel rank", ours.tp_rank, theirs.tp_rank),
         ("pipeline-parallel size", ours.pp_size, theirs.pp_size),
@@ -97,9 +106,10 @@ def _comparable(ours: KVLayout, theirs: KVLayout) -> list[tuple[str, object, obj
         ("number of KV heads per rank", ours.num_kv_heads, theirs.num_kv_heads),
         ("head dimension", ours.head_dim, theirs.head_dim),
         ("KV cache axis order", ours.axis_order, theirs.axis_order),
-        ("set of layers", _layers(ours), _layers(theirs)),
+        ("set of layers", sorted(mine - other)[:NUM_SHOWN], sorted(other - mine)[:NUM_SHOWN]),
     ]
 
 
-def _layers(layout: KVLayout) -> list[tuple[str, int, int]]:
-    return sorted((region.layer, region.cache_group, region.block_bytes) for region in layout.regions)
+def _layers(layout: KVLayout) -> set[tuple[str, int, int]]:
+    """(name, cache group, bytes per block) of every layer."""
+    return {(region.layer, region.cache_group, region.block_bytes) for region in layout.regions}

@@ -2,7 +2,7 @@
 
 A message arrives from outside; decoding it either gives one of these structs or raises RemoteProtocolError. Durations
 travel, never points in time. Evolution: a field may be added with a default, a message may be added; nothing may be
-renamed, retyped or removed without raising PROTOCOL_VERSION. Next: transfer.py says what each message does.
+renamed, retyped or removed without raising PROTOCOL_VERSION. Next: rendezvous.py says what each message leads to.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from kvbaton.types import Direction, Outcome
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_REASON_CHARACTERS = 2000
 
 Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=2000)]
-Blocks: TypeAlias = tuple[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], ...]
+Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
+Blocks: TypeAlias = tuple[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], ...]
 """Block ids per cache group, in token order from token 0; 0 is the null block."""
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -128,6 +129,9 @@ _notification_decoder = msgspec.msgpack.Decoder(Notification)
 
 
 def encode(message: SideMessage | Notification) -> bytes:
+    """The message's bytes. A reason too long for the wire is cut: the receiver would drop the whole message for it."""
+    if isinstance(message, Cancel | Ended) and len(message.reason) > MAX_REASON_CHARACTERS:
+        message = msgspec.structs.replace(message, reason=message.reason[: MAX_REASON_CHARACTERS - 3] + "...")
     return _encoder.encode(message)
 
 
@@ -137,7 +141,7 @@ def decode_side(data: bytes) -> SideMessage:
         raise RemoteProtocolError(f"message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
     try:
         return _side_decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"malformed side-channel message: {error}") from None
 
 
@@ -145,5 +149,5 @@ def decode_notification(data: bytes) -> Notification:
     """Raises RemoteProtocolError for anything that is not exactly one well-formed notification."""
     try:
         return _notification_decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"malformed notification: {error}") from None

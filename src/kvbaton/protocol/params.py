@@ -16,7 +16,9 @@ import msgspec
 from kvbaton.errors import InvalidParams
 from kvbaton.types import Direction, EngineId, RequestId, TransferId
 
-Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+MAX_TEXT_CHARACTERS = 512
+
+Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT_CHARACTERS)]
 BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -64,12 +66,12 @@ def parse_params(params: Mapping[str, object], request_id: RequestId) -> Prefill
     _refuse_misspelt(params)
     try:
         wire = msgspec.convert(dict(params), _Wire, strict=True)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise InvalidParams(f"kv_transfer_params: {error}") from None
     if wire.do_remote_decode and wire.do_remote_prefill:
         raise InvalidParams("kv_transfer_params: do_remote_decode and do_remote_prefill are both true; set one of them")
     if wire.do_remote_decode:
-        return PrefillTicket(TransferId(wire.transfer_id or _without_suffix(request_id)))
+        return PrefillTicket(TransferId(_sendable(wire.transfer_id or _without_suffix(request_id))))
     if wire.do_remote_prefill:
         return _decode_ticket(wire, request_id)
     return None
@@ -93,14 +95,28 @@ def _decode_ticket(wire: _Wire, request_id: RequestId) -> DecodeTicket:
         )
     pairing = wire.transfer_id or _without_suffix(wire.remote_request_id or request_id)
     return DecodeTicket(
-        transfer_id=TransferId(pairing),
-        engine_id=EngineId(engine_id),
-        host=host,
+        transfer_id=TransferId(_sendable(pairing)),
+        engine_id=EngineId(_sendable(engine_id)),
+        host=_sendable(host),
         port=port,
         tp_size=wire.tp_size,
         pp_size=wire.pp_size,
         direction=Direction.PUSH if wire.remote_block_ids is None else Direction.PULL,
     )
+
+
+def _sendable(text: str) -> str:
+    """`text`, which a side-channel message can carry. JSON can spell half a surrogate pair; UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidParams(f"kv_transfer_params: {text!r} is not valid Unicode") from None
+    if not 0 < len(text) <= MAX_TEXT_CHARACTERS:
+        raise InvalidParams(
+            f"kv_transfer_params: transfer_id missing, and the request id leaves one of {len(text)} characters; "
+            f"send a transfer_id of 1 to {MAX_TEXT_CHARACTERS}"
+        )
+    return text
 
 
 def _without_suffix(request_id: str) -> str:

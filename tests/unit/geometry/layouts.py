@@ -1,0 +1,30 @@
+"""Layouts to test with: small, complete, and easy to vary in one field."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvbaton.geometry.layout import KVLayout, Region
+
+
+def region(layer: str = "layer.0", **changed: int) -> Region:
+    values = {"cache_group": 0, "base_address": 4096, "block_stride_bytes": 64, "block_bytes": 64, "num_blocks": 8}
+    return Region(layer, **(values | changed))
+
+
+def layout(*regions: Region, **changed: object) -> KVLayout:
+    whole = KVLayout(
+        regions=regions or (region("layer.0"), region("layer.1", base_address=8192)),
+        block_size_tokens=(16,),
+        memory_kind="DRAM",
+        device_id=0,
+        model="tiny, 2 layers",
+        dtype="bfloat16",
+        num_kv_heads=2,
+        head_dim=8,
+        axis_order="LBNHC",
+        tp_size=1,
+        tp_rank=0,
+        pp_size=1,
+    )
+    return msgspec.structs.replace(whole, **changed)
