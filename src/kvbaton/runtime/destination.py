@@ -177,6 +177,8 @@ class DestinationEnd:
     def _ended(self, transfer: DestinationTransfer, message: Ended, now_s: float) -> None:
         if transfer.rendezvous.state is State.DRAINING and transfer.direction is Direction.PUSH:
             self._feed(transfer, Input.QUIET, now_s)
+        elif message.outcome is Outcome.DELIVERED and transfer.direction is Direction.PUSH:
+            transfer.is_expecting = True  # all was written: its notifications are on their way through the transport
         else:
             reason = f"the prefill side ended the transfer: {message.outcome.value}"
             self._feed(transfer, Input.FAIL, now_s, f"{reason} ({message.reason})" if message.reason else reason)

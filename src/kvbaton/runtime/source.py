@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvbaton.errors import BatonError, PeerLost, RemoteProtocolError
@@ -27,6 +26,7 @@ from kvbaton.protocol.messages import (
     SideMessage,
     encode,
 )
+from kvbaton.protocol.remembered import Remembered
 from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
 from kvbaton.protocol.segments import Segments
 from kvbaton.runtime.events import SourceAdvanced, SourceFinished, SourceOpened, SourceRevoked
@@ -38,8 +38,6 @@ from kvbaton.transport.base import Operation
 from kvbaton.types import Direction, Outcome, RequestId, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
-
-MAX_REMEMBERED = 4096
 
 READ_WATCH_S = 1.0
 """How long after an offer we expect the reader to be at work, and keep our half of the transport going for it."""
@@ -82,12 +80,13 @@ class SourceEnd:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._transfers: dict[TransferId, SourceTransfer] = {}
-        # Outcomes of closed transfers, so that a late registration gets an answer instead of a timeout.
-        self._remembered: OrderedDict[TransferId, tuple[Outcome, str]] = OrderedDict()
+        self._remembered = Remembered()
 
     # -- the engine's side -------------------------------------------------------------------------------------------
 
     def opened(self, command: SourceOpened, now_s: float) -> None:
+        if self._remembered.recall(command.transfer_id, now_s) is not None:
+            return  # cancelled or not needed before it came here: its blocks will be given back as soon as it finishes
         transfer = self._find_or_open(command.transfer_id, now_s)
         if transfer.request_id is not None:
             logger.warning(
@@ -153,7 +152,7 @@ class SourceEnd:
             case Renew():
                 self._renewed(caller, message, now_s)
             case Cancel():
-                self._with_transfer(caller, message.transfer_id, Input.CANCEL, now_s, message.reason or "cancelled")
+                self._cancelled(caller, message, now_s)
             case Ended():
                 self._ended(caller, message, now_s)
             case Connected():
@@ -163,7 +162,7 @@ class SourceEnd:
 
     def _registered(self, caller: Caller, register: Register, now_s: float) -> None:
         transfer_id = TransferId(register.transfer_id)
-        refusal = self._why_not(register)
+        refusal = self._why_not(register, now_s)
         if refusal is not None:
             self._say(caller, Ended(transfer_id, *refusal))
             return
@@ -188,10 +187,15 @@ class SourceEnd:
             self._rank.source_trace.emit("destination_known", transfer_id, direction=register.direction.value)
         self._match(transfer, now_s)
 
-    def _why_not(self, register: Register) -> tuple[Outcome, str] | None:
+    def _why_not(self, register: Register, now_s: float) -> tuple[Outcome, str] | None:
         if register.to_engine_id != self._rank.engine_id:
             return Outcome.FAILED, f"this is engine {self._rank.engine_id}, not {register.to_engine_id}"
-        return self._remembered.get(TransferId(register.transfer_id))
+        memory = self._remembered.recall(TransferId(register.transfer_id), now_s)
+        if memory is None:
+            return None
+        if memory.outcome is Outcome.DELIVERED:
+            return Outcome.FAILED, "this transfer was delivered before; a new request needs a new transfer_id"
+        return memory.outcome, memory.reason
 
     def _greet(self, register: Register) -> Peer:
         hello = register.hello
@@ -202,29 +206,34 @@ class SourceEnd:
         return peer
 
     def _renewed(self, caller: Caller, message: Renew, now_s: float) -> None:
-        transfer = self._transfers.get(TransferId(message.transfer_id))
-        if transfer is None:
-            outcome, reason = self._remembered.get(
-                TransferId(message.transfer_id), (Outcome.FAILED, "this transfer is not known here")
-            )
-            self._say(caller, Ended(message.transfer_id, outcome, reason))
+        transfer_id = TransferId(message.transfer_id)
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
+            if transfer.request_id is not None:
+                transfer.rendezvous.heard(now_s)
+            self._say(caller, Accepted(transfer_id))
             return
-        if transfer.request_id is not None:
-            transfer.rendezvous.heard(now_s)
-        self._say(caller, Accepted(message.transfer_id))
+        memory = self._remembered.recall(transfer_id, now_s)
+        if memory is None:
+            self._say(caller, Ended(transfer_id, Outcome.FAILED, "this transfer is not known here"))
+        else:
+            self._say(caller, Ended(transfer_id, memory.outcome, memory.reason))
 
-    def _with_transfer(self, caller: Caller, transfer_id: str, what: Input, now_s: float, reason: str) -> None:
-        transfer = self._transfers.get(TransferId(transfer_id))
-        if transfer is None:
-            outcome, why = self._remembered.get(TransferId(transfer_id), (Outcome.CANCELLED, reason))
-            self._say(caller, Ended(transfer_id, outcome, why))
-            return
-        self._feed(transfer, what, now_s, reason)
+    def _cancelled(self, caller: Caller, message: Cancel, now_s: float) -> None:
+        transfer_id, reason = TransferId(message.transfer_id), message.reason or "cancelled by the decode side"
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
+            self._feed(transfer, Input.CANCEL, now_s, reason)
+        else:
+            self._remembered.add(transfer_id, Outcome.CANCELLED, reason, now_s)
+        if transfer is None or transfer.destination is None:
+            # Nothing of ours was ever going to touch the caller's blocks.
+            self._say(caller, Ended(transfer_id, Outcome.CANCELLED, reason))
 
     def _ended(self, caller: Caller, message: Ended, now_s: float) -> None:
         transfer = self._transfers.get(TransferId(message.transfer_id))
         if transfer is None:
-            self._remember(TransferId(message.transfer_id), message.outcome, message.reason)
+            self._remembered.add(TransferId(message.transfer_id), message.outcome, message.reason, now_s)
             return
         if transfer.destination is not None and transfer.destination.caller != caller:
             return
@@ -357,7 +366,7 @@ class SourceEnd:
                     if transfer.destination is not None:
                         self._rank.peers.forget(transfer.destination.peer)
                 case Effect.REPORT:
-                    self._report(transfer)
+                    self._report(transfer, now_s)
 
     def _stop(self, transfer: SourceTransfer, now_s: float) -> None:
         if transfer.move is not None:
@@ -370,20 +379,15 @@ class SourceEnd:
         if outcome is not Outcome.DELIVERED:
             self._tell(transfer, Ended(transfer.transfer_id, outcome, transfer.rendezvous.reason))
 
-    def _report(self, transfer: SourceTransfer) -> None:
+    def _report(self, transfer: SourceTransfer, now_s: float) -> None:
         outcome, reason = transfer.rendezvous.outcome or Outcome.FAILED, transfer.rendezvous.reason
         del self._transfers[transfer.transfer_id]
-        self._remember(transfer.transfer_id, outcome, reason)
+        self._remembered.add(transfer.transfer_id, outcome, reason, now_s)
         if transfer.is_held and transfer.request_id is not None:
             self._rank.results.sent(transfer.request_id)
         self._rank.source_trace.emit("closed", transfer.transfer_id, outcome=outcome.value, reason=reason)
         if outcome is not Outcome.DELIVERED:
             logger.info("Transfer %s ended at the prefill side: %s (%s)", transfer.transfer_id, outcome.value, reason)
-
-    def _remember(self, transfer_id: TransferId, outcome: Outcome, reason: str) -> None:
-        self._remembered[transfer_id] = (outcome, reason)
-        if len(self._remembered) > MAX_REMEMBERED:
-            self._remembered.popitem(last=False)
 
     def _tell(self, transfer: SourceTransfer, message: SideMessage) -> None:
         if transfer.destination is not None:
