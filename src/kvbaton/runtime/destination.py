@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from kvbaton.errors import BatonError, RemoteProtocolError
+from kvbaton.errors import BatonError, PeerLost, RemoteProtocolError
 from kvbaton.protocol.messages import (
     Accepted,
     Cancel,
@@ -62,7 +62,11 @@ class DestinationTransfer:
     rendezvous: Rendezvous
     receipt: Receipt
     renew_at_s: float
+    unanswered_at_s: float
+    """By then somebody must have answered at the endpoint."""
     move: Move | None = None
+    lease_s: float | None = None
+    """For how long the offered blocks are held from each of our signs of life on."""
     lease_until_s: float = float("inf")
     is_expecting: bool = False
     """A segment is known to be on its way."""
@@ -90,7 +94,7 @@ class DestinationEnd:
 
     def opened(self, command: DestinationOpened, now_s: float) -> None:
         ticket = command.ticket
-        endpoint = Endpoint(ticket.host, ticket.port)
+        endpoint = self._endpoint_of(ticket)
         if (endpoint, ticket.transfer_id) in self._transfers:
             reason = f"another request here already receives transfer {ticket.transfer_id}"
             logger.warning("Request %s: %s", command.request_id, reason)
@@ -102,6 +106,7 @@ class DestinationEnd:
             rendezvous=Rendezvous(self._rank.deadlines, now_s),
             receipt=Receipt(num_producer_ranks=1),
             renew_at_s=now_s + RENEW_INTERVAL_S,
+            unanswered_at_s=now_s + CONNECT_TIMEOUT_S,
         )
         self._transfers[endpoint, ticket.transfer_id] = transfer
         self._rank.destination_trace.emit(
@@ -111,9 +116,17 @@ class DestinationEnd:
             num_blocks=sum(len(group) for group in command.blocks),
             num_tokens=command.num_tokens - command.first_token,
         )
-        self._register(transfer, now_s)
+        try:
+            self._register(transfer, now_s)
+        except PeerLost as error:
+            self.lost(endpoint, now_s, str(error))
+            return
         if transfer.direction is Direction.PUSH:
             self._feed(transfer, Input.OFFERS, now_s)
+
+    def _endpoint_of(self, ticket: DecodeTicket) -> Endpoint:
+        """Our counterpart's: the ticket names rank 0's port, and rank r listens on the r-th after it."""
+        return Endpoint(ticket.host, ticket.port + self._rank.hello.rank)
 
     def _register(self, transfer: DestinationTransfer, now_s: float, *, is_introducing: bool = False) -> None:
         line = self._lines.setdefault(transfer.endpoint, Line(opened_s=now_s))
@@ -142,11 +155,13 @@ class DestinationEnd:
         vLLM also says so, under another request id, of a request whose client left: if that one is in our hands, its own
         cancellation ends it, safely.
         """
-        endpoint = Endpoint(ticket.host, ticket.port)
+        endpoint = self._endpoint_of(ticket)
         if (endpoint, ticket.transfer_id) in self._transfers:
             return
-        self._lines.setdefault(endpoint, Line(opened_s=self._rank.clock()))
-        self._say(endpoint, Ended(ticket.transfer_id, Outcome.DELIVERED, "the decode side holds the whole prompt"))
+        try:
+            self._say(endpoint, Ended(ticket.transfer_id, Outcome.DELIVERED, "the decode side needs nothing"))
+        except PeerLost as error:
+            logger.warning("Transfer %s is not needed, but nobody can be told: %s", ticket.transfer_id, error)
 
     # -- the peer's side ---------------------------------------------------------------------------------------------
 
@@ -162,8 +177,8 @@ class DestinationEnd:
             return
         match message:
             case Accepted():
-                transfer.rendezvous.heard(now_s)
-            case HelloWanted():
+                self._accepted(transfer, now_s)
+            case HelloWanted() if transfer.rendezvous.state in {State.OPEN, State.OFFERED}:
                 self._register(transfer, now_s, is_introducing=True)
             case Offer():
                 self._offered(transfer, message, now_s)
@@ -173,6 +188,13 @@ class DestinationEnd:
                 self._ended(transfer, message, now_s)
             case Cancel():
                 self._feed(transfer, Input.CANCEL, now_s, message.reason or "the prefill side cancelled")
+
+    def _accepted(self, transfer: DestinationTransfer, now_s: float) -> None:
+        transfer.rendezvous.heard(now_s)
+        if transfer.lease_s is not None:
+            # Counted from when we asked, which is before the prefill side counts from.
+            asked_s = transfer.renew_at_s - RENEW_INTERVAL_S
+            transfer.lease_until_s = max(transfer.lease_until_s, asked_s + transfer.lease_s)
 
     def _ended(self, transfer: DestinationTransfer, message: Ended, now_s: float) -> None:
         if transfer.rendezvous.state is State.DRAINING and transfer.direction is Direction.PUSH:
@@ -245,7 +267,7 @@ class DestinationEnd:
             our_blocks=opened.blocks,
         )
         # P counts from when it sent the offer, a little earlier; its drain after the lease's end is far longer than that.
-        transfer.lease_until_s = now_s + offer.lease_s
+        transfer.lease_s, transfer.lease_until_s = offer.lease_s, now_s + offer.lease_s
         self._feed(transfer, Input.POSTS, now_s)
         move.segments.advance(offer.num_tokens, is_final=True, generation=0)
         try:
@@ -290,7 +312,7 @@ class DestinationEnd:
 
     def _is_unanswered(self, transfer: DestinationTransfer, now_s: float) -> bool:
         line = self._lines.get(transfer.endpoint)
-        return line is not None and not line.has_answered and now_s >= line.opened_s + CONNECT_TIMEOUT_S
+        return line is not None and not line.has_answered and now_s >= transfer.unanswered_at_s
 
     def lost(self, endpoint: Endpoint, now_s: float, why: str) -> None:
         """The process behind `endpoint` is gone: nothing of it can reach us any more, and its transfers fail now."""
@@ -302,6 +324,11 @@ class DestinationEnd:
                 self._feed(transfer, Input.LOST, now_s, reason)
 
     def _feed(self, transfer: DestinationTransfer, what: Input, now_s: float, reason: str = "") -> None:
+        if transfer.rendezvous.state is State.DRAINING and transfer.move is not None and transfer.num_in_flight:
+            # Neither a clock nor a peer's end stops an operation of ours: it is over when its handle is (`settled`).
+            if what in {Input.EXPIRE, Input.LOST} and self._rank.mover.abandon(transfer.move):
+                self._rank.peers.forget(transfer.move.peer)
+            return
         for effect in transfer.rendezvous.handle(what, now_s, reason):
             match effect:
                 case Effect.STOP_POSTING:
@@ -309,12 +336,16 @@ class DestinationEnd:
                 case Effect.TELL_CANCEL:
                     self._say(transfer.endpoint, Cancel(transfer.transfer_id, transfer.rendezvous.reason))
                 case Effect.TELL_ENDED:
-                    outcome = transfer.rendezvous.outcome or Outcome.FAILED
-                    self._say(transfer.endpoint, Ended(transfer.transfer_id, outcome, transfer.rendezvous.reason))
+                    self._tell_ended(transfer)
                 case Effect.FENCE_PEER:
                     self._fence(transfer)
                 case Effect.REPORT:
                     self._report(transfer)
+
+    def _tell_ended(self, transfer: DestinationTransfer) -> None:
+        if transfer.endpoint in self._lines:  # else it is gone: calling again would only leave a socket behind
+            outcome = transfer.rendezvous.outcome or Outcome.FAILED
+            self._say(transfer.endpoint, Ended(transfer.transfer_id, outcome, transfer.rendezvous.reason))
 
     def _stop(self, transfer: DestinationTransfer, now_s: float) -> None:
         if transfer.move is not None:

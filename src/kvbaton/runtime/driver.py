@@ -59,18 +59,20 @@ class Driver:
             self._is_stopping = True
             self._rank.channel.wake()
             self._thread.join(timeout_s)
+        elif self._thread.ident is None:
+            self.close()
 
     def _run(self) -> None:
         try:
             while not self._is_stopping:
                 self._rank.channel.wait(self._pause_s())
-                self._turn()
+                self.turn()
         except BaseException as error:
             logger.exception("The transfer thread died; the engine cannot go on without it.")
             self._rank.results.fail(error)
             raise
         finally:
-            self._close()
+            self.close()
 
     def _pause_s(self) -> float:
         if self._inbox:
@@ -88,12 +90,17 @@ class Driver:
             or self._source.is_being_read(now_s)
         )
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Everything that can be done now is done. Called by the thread, or by a test instead of `start`; never blocks.
+
+        Peers are heard before commands are obeyed: after a stall, a cancellation that waits here must be seen before
+        anything more is posted.
+        """
         now_s = self._rank.clock()
-        while self._inbox:
-            self._obey(self._inbox.popleft(), now_s)
         for received in self._rank.channel.receive():
             self._hear(received, now_s)
+        while self._inbox:
+            self._obey(self._inbox.popleft(), now_s)
         for endpoint in self._rank.channel.lost():
             self._destination.lost(endpoint, now_s, "the connection broke")
         self._watch_transport(now_s)
@@ -107,7 +114,7 @@ class Driver:
             case SourceAdvanced():
                 self._source.advanced(command, now_s)
             case SourceRevoked():
-                self._source.revoked(command)
+                self._source.revoked(command, now_s)
             case SourceFinished():
                 self._source.finished(command, now_s)
             case DestinationOpened():
@@ -139,7 +146,8 @@ class Driver:
             except RemoteProtocolError as error:
                 logger.warning("Dropped a notification from %s: %s", arrival.sender, error)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Everything the driver owned is released. Idempotent; by the driver's thread, or where that never ran."""
         self._rank.transport.close()
         self._rank.channel.close()
         self._rank.source_trace.close()

@@ -127,17 +127,23 @@ class Mover:
         """Lets the transport work, and returns the segments it is done with since the last call."""
         settled = []
         for handle, flight in list(self._in_flight.items()):
-            if flight.failure is None:
-                progress = self._transport.poll(handle)
-                if progress is Progress.MOVING:
-                    continue
-                if progress is Progress.FAILED:
-                    flight.failure = f"the transport reports that a {flight.move.operation.value} failed"
+            progress = self._transport.poll(handle)
+            if progress is Progress.MOVING and flight.failure is None:
+                continue
+            if progress is Progress.FAILED and flight.failure is None:
+                flight.failure = f"the transport reports that a {flight.move.operation.value} failed"
             if not self._transport.release(handle):
                 continue
             del self._in_flight[handle]
             settled.append(self._settle(flight))
         return settled
+
+    def abandon(self, move: Move) -> bool:
+        """From now on the transport is asked to let go of the move's handles, whatever they do. False when it was before."""
+        flights = [each for each in self._in_flight.values() if each.move is move and each.failure is None]
+        for flight in flights:
+            flight.failure = f"a {move.operation.value} was abandoned"
+        return bool(flights)
 
     def _settle(self, flight: _InFlight) -> Settled:
         move = flight.move

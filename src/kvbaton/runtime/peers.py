@@ -55,6 +55,8 @@ class Peers:
         """
         known = self._by_incarnation.get(hello.incarnation)
         if known is not None:
+            if (known.hello.engine_id, known.hello.rank) != (hello.engine_id, hello.rank):
+                raise RemoteProtocolError(f"incarnation {hello.incarnation} is engine {known.hello.engine_id}'s")
             return known
         if hello.protocol_version != PROTOCOL_VERSION:
             raise Incompatible(
@@ -63,11 +65,12 @@ class Peers:
             )
         hello.layout.validate()
         mapping = map_layouts(self._layout, hello.layout)
-        self._replace_older(hello)
         agent = self._transport.connect(hello.agent_metadata)
         if agent != agent_name(hello.engine_id, hello.rank, hello.incarnation):
-            self._transport.disconnect(agent)
+            if all(peer.agent != agent for peer in self._by_incarnation.values()):
+                self._transport.disconnect(agent)
             raise RemoteProtocolError(f"the transport calls the peer {agent!r}, which is not who it says it is")
+        self._replace_older(hello)
         peer = Peer(hello, agent, mapping, connecting_until_s=now_s + CONNECT_TIMEOUT_S)
         self._by_incarnation[hello.incarnation] = peer
         return peer

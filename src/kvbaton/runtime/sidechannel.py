@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import threading
+import time
 from dataclasses import dataclass
 
 import zmq
@@ -49,10 +50,18 @@ class _Line:
     """One outgoing connection and its monitor."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> None:
-        self.socket = context.socket(zmq.DEALER)
+        """Raises PeerLost when ZeroMQ cannot make sense of the address, or has no socket left."""
+        try:
+            self.socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise PeerLost(f"no socket to call {endpoint.address}: {error}") from error
         _configure(self.socket, endpoint.host)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
-        self.socket.connect(endpoint.address)
+        try:
+            self.socket.connect(endpoint.address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise PeerLost(f"{endpoint.address} cannot be called: {error}") from error
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -87,24 +96,28 @@ class SideChannel:
             ) from error
         self.port = int(self._bound.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._lines: dict[Endpoint, _Line] = {}
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()  # a descriptor's number is given to another file once it is closed
+        self._wake_fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._bound, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
 
     def wake(self) -> None:
-        """Ends a `wait` in progress, or the next one. From any thread."""
-        os.eventfd_write(self._wake_fd, 1)
+        """Ends a `wait` in progress, or the next one. From any thread, also after `close`."""
+        with self._wake_lock:
+            if self._wake_fd is not None:
+                os.eventfd_write(self._wake_fd, 1)
 
     def wait(self, timeout_s: float) -> None:
         """Returns when something came in, when woken, or after `timeout_s`."""
         if timeout_s < 0.001:
-            # ZeroMQ counts in whole milliseconds; the descriptor of the wake-up is enough for so short a nap.
-            select.select([self._wake_fd], [], [], max(timeout_s, 0.0))
+            # ZeroMQ counts in whole milliseconds; nothing needs to cut so short a nap shorter.
+            time.sleep(max(timeout_s, 0.0))
         else:
             self._poller.poll(int(timeout_s * 1000))
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+            if self._wake_fd is not None:
+                os.eventfd_read(self._wake_fd)
 
     def receive(self) -> list[Received]:
         """Everything that has come in."""
@@ -135,7 +148,10 @@ class SideChannel:
         return broken
 
     def send(self, route: Caller | Endpoint, data: bytes) -> None:
-        """Queues `data`; an endpoint is connected on first use. Raises PeerLost when a caller is gone."""
+        """Queues `data`; an endpoint is connected on first use.
+
+        Raises PeerLost when a caller is gone, or an endpoint's address cannot be called at all.
+        """
         if isinstance(route, Caller):
             try:
                 self._bound.send_multipart([route.identity, data], zmq.NOBLOCK)
@@ -165,4 +181,7 @@ class SideChannel:
             self.hang_up(endpoint)
         self._bound.close(linger=0)
         self._context.term()
-        os.close(self._wake_fd)
+        with self._wake_lock:
+            if self._wake_fd is not None:
+                os.close(self._wake_fd)
+            self._wake_fd = None

@@ -11,6 +11,8 @@ import logging
 import threading
 from dataclasses import dataclass
 
+import msgspec
+
 from kvbaton.errors import BatonError, PeerLost, RemoteProtocolError
 from kvbaton.protocol.messages import (
     Accepted,
@@ -108,15 +110,19 @@ class SourceEnd:
         )
         self._match(transfer, now_s)
 
-    def revoked(self, command: SourceRevoked) -> None:
-        """Nothing more is posted from the blocks; what is in flight ends first."""
+    def revoked(self, command: SourceRevoked, now_s: float) -> None:
+        """Nothing more is posted from the blocks; what is in flight ends first, and an offer of them is taken back."""
         transfer = self._of_request(command.transfer_id, command.request_id)
-        if transfer is None or transfer.num_in_flight == 0:
+        if transfer is None:
             command.released.set()
-        else:
+            return
+        transfer.frontier = None
+        if transfer.rendezvous.state is State.OFFERED:
+            self._feed(transfer, Input.CANCEL, now_s, "the prefill request was preempted while its blocks were read")
+        if transfer.num_in_flight or transfer.rendezvous.state is State.DRAINING:
             transfer.awaits_release = command.released
-        if transfer is not None:
-            transfer.frontier = None
+        else:
+            command.released.set()
 
     def finished(self, command: SourceFinished, now_s: float) -> None:
         transfer = self._of_request(command.transfer_id, command.request_id)
@@ -176,13 +182,15 @@ class SourceEnd:
             logger.warning("Transfer %s refused: %s", transfer_id, error)
             self._say(caller, Ended(transfer_id, Outcome.FAILED, str(error)))
             return
-        transfer = self._find_or_open(transfer_id, now_s)
-        known = transfer.destination
-        if known is not None and (known.peer is not peer or known.register.blocks != register.blocks):
+        known = self._transfers[transfer_id].destination if transfer_id in self._transfers else None
+        if known is not None and (known.peer is not peer or not _is_same(known.register, register)):
             self._say(caller, Ended(transfer_id, Outcome.FAILED, "another request already receives this transfer"))
             return
+        if not self._say(caller, Accepted(transfer_id)):
+            # It hung up while its registration lay here unread: the blocks may be somebody else's by now.
+            return
+        transfer = self._find_or_open(transfer_id, now_s)
         transfer.destination = Destination(register, peer, caller)
-        self._say(caller, Accepted(transfer_id))
         if known is None:
             self._rank.source_trace.emit("destination_known", transfer_id, direction=register.direction.value)
         self._match(transfer, now_s)
@@ -209,6 +217,10 @@ class SourceEnd:
         transfer_id = TransferId(message.transfer_id)
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
+            if transfer.destination is None or transfer.destination.caller != caller:
+                # Its registration was lost or dropped, or came by a connection that is gone.
+                self._say(caller, HelloWanted(transfer_id))
+                return
             if transfer.request_id is not None:
                 transfer.rendezvous.heard(now_s)
             self._say(caller, Accepted(transfer_id))
@@ -239,7 +251,7 @@ class SourceEnd:
             return
         if transfer.rendezvous.state is State.DRAINING:
             self._feed(transfer, Input.QUIET, now_s)
-        elif message.outcome is Outcome.DELIVERED:
+        elif message.outcome is Outcome.DELIVERED and transfer.rendezvous.state is not State.POSTING:
             self._feed(transfer, Input.COMPLETE, now_s)
         else:
             self._feed(transfer, Input.FAIL, now_s, message.reason)
@@ -290,8 +302,9 @@ class SourceEnd:
         except BatonError as error:
             self._feed(transfer, Input.FAIL, now_s, str(error))
             return
-        if num_posted and transfer.destination is not None:
-            self._say(transfer.destination.caller, SegmentPosted(transfer.transfer_id))
+        if num_posted:
+            transfer.rendezvous.moved(now_s)
+            self._tell(transfer, SegmentPosted(transfer.transfer_id))
         self._maybe_complete(transfer, now_s)
 
     def _maybe_complete(self, transfer: SourceTransfer, now_s: float) -> None:
@@ -340,9 +353,10 @@ class SourceEnd:
         for transfer in list(self._transfers.values()):
             if not transfer.rendezvous.is_overdue(now_s):
                 continue
-            if transfer.rendezvous.state is State.OPEN and transfer.is_computing:
-                # The engine owns the request's life while it queues and computes.
-                transfer.rendezvous.heard(now_s)
+            is_waiting = transfer.rendezvous.state in {State.OPEN, State.POSTING} and transfer.num_in_flight == 0
+            if is_waiting and transfer.is_computing:
+                # The engine owns the request's life while it queues and computes, also between two chunks.
+                transfer.rendezvous.moved(now_s)
                 continue
             self._feed(transfer, Input.EXPIRE, now_s, self._why_overdue(transfer))
 
@@ -354,6 +368,11 @@ class SourceEnd:
         return f"no progress while {transfer.rendezvous.state.value}"
 
     def _feed(self, transfer: SourceTransfer, what: Input, now_s: float, reason: str = "") -> None:
+        if transfer.rendezvous.state is State.DRAINING and transfer.move is not None and transfer.num_in_flight:
+            # Neither a clock nor a peer's word stops an operation of ours: it is over when its handle is (`settled`).
+            if what is Input.EXPIRE and self._rank.mover.abandon(transfer.move):
+                self._rank.peers.forget(transfer.move.peer)
+            return
         for effect in transfer.rendezvous.handle(what, now_s, reason):
             match effect:
                 case Effect.STOP_POSTING:
@@ -382,6 +401,8 @@ class SourceEnd:
     def _report(self, transfer: SourceTransfer, now_s: float) -> None:
         outcome, reason = transfer.rendezvous.outcome or Outcome.FAILED, transfer.rendezvous.reason
         del self._transfers[transfer.transfer_id]
+        if transfer.awaits_release is not None:
+            transfer.awaits_release.set()
         self._remembered.add(transfer.transfer_id, outcome, reason, now_s)
         if transfer.is_held and transfer.request_id is not None:
             self._rank.results.sent(transfer.request_id)
@@ -393,12 +414,15 @@ class SourceEnd:
         if transfer.destination is not None:
             self._say(transfer.destination.caller, message)
 
-    def _say(self, caller: Caller, message: SideMessage) -> None:
+    def _say(self, caller: Caller, message: SideMessage) -> bool:
+        """False when nobody is there to hear it."""
         try:
             self._rank.channel.send(caller, encode(message))
         except PeerLost as error:
             # Its transfers end by their own deadlines, or by the transport failing to reach it.
             logger.debug("A decode side left before it got %s: %s", type(message).__name__, error)
+            return False
+        return True
 
     # -- what the loop needs to know ---------------------------------------------------------------------------------
 
@@ -414,3 +438,8 @@ class SourceEnd:
 
     def __len__(self) -> int:
         return len(self._transfers)
+
+
+def _is_same(known: Register, again: Register) -> bool:
+    """The same registration, said twice; only the first need carry the introduction."""
+    return msgspec.structs.replace(known, hello=None) == msgspec.structs.replace(again, hello=None)

@@ -1,0 +1,240 @@
+"""Engines joined by a scripted fabric, with block pools full of canaries, in virtual time.
+
+Each `Engine` is a real `Driver` over the loopback transport; the test decides when it takes a turn and what time it is.
+`World.check` states what must hold after every story: nobody has a transfer or a handle left, every request was reported
+exactly once, and no block changed but those that were to be received.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from tests.runtime.memory_channel import HOST, MemoryChannel, Network
+
+from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
+from kvbaton.protocol.params import DecodeTicket
+from kvbaton.protocol.rendezvous import Deadlines
+from kvbaton.runtime.driver import Driver
+from kvbaton.runtime.events import (
+    BlockLists,
+    DestinationCancelled,
+    DestinationOpened,
+    NothingNeeded,
+    Results,
+    SourceAdvanced,
+    SourceFinished,
+    SourceOpened,
+)
+from kvbaton.runtime.mover import Mover
+from kvbaton.runtime.peers import Peers, agent_name
+from kvbaton.runtime.rank import Rank
+from kvbaton.runtime.sidechannel import SideChannel
+from kvbaton.runtime.trace import Trace
+from kvbaton.transport.base import Span
+from kvbaton.transport.loopback import Fabric, LoopbackTransport
+from kvbaton.types import Direction, EngineId, RequestId, TransferId
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 24
+BLOCK_BYTES = 48
+LAYERS = ("layer.0", "layer.1")
+MAX_ROUNDS = 300
+
+TID = TransferId("t")
+
+
+@dataclass
+class World:
+    fabric: Fabric = field(default_factory=Fabric)
+    network: Network = field(default_factory=Network)
+    now_s: float = 1000.0
+    engines: list[Engine] = field(default_factory=list)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    make_channel: Callable[[Network, int], SideChannel] = MemoryChannel
+
+    def engine(self, name: str, **changed: Any) -> Engine:
+        """A started engine; keyword arguments change its layout, or are `port`, `incarnation` and `rank`."""
+        made = Engine(self, name, **changed)
+        self.engines.append(made)
+        return made
+
+    def pair(self) -> tuple[Engine, Engine]:
+        return self.engine("P"), self.engine("D")
+
+    def run(self, *engines: Engine) -> None:
+        """Turns of these engines (all that live, unless named) until nothing more happens by itself."""
+        chosen = engines or tuple(each for each in self.engines if each.is_alive)
+        for _ in range(MAX_ROUNDS):
+            num_before = self.network.num_sent
+            for each in chosen:
+                each.turn()
+            if self.network.num_sent == num_before and not any(each.is_busy for each in chosen):
+                return
+        raise AssertionError("the world does not come to rest")
+
+    def pass_time(self, seconds: float, *engines: Engine, step_s: float = 1.0) -> None:
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + step_s)
+            self.run(*engines)
+
+    def check(self) -> None:
+        for each in self.engines:
+            each.check()
+
+
+class Engine:
+    def __init__(
+        self, world: World, name: str, *, port: int = 0, incarnation: str = "", rank: int = 0, **changed: object
+    ) -> None:
+        self.world, self.name, self.is_alive = world, name, True
+        incarnation = incarnation or f"{name}{rank} first"
+        seed = sum(name.encode()) + sum(incarnation.encode())
+        shape = (len(LAYERS), NUM_BLOCKS, BLOCK_BYTES)
+        self.pool = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+        self.before = self.pool.copy()
+        self.may_change: set[int] = set()
+        self.sent: Counter[RequestId] = Counter()
+        self.received: Counter[RequestId] = Counter()
+        self.failures: dict[RequestId, str] = {}
+        self.expected: Counter[RequestId] = Counter()
+        self.transport = LoopbackTransport(agent_name(name, rank, incarnation), world.fabric)
+        self.transport.register([Span(self.pool.ctypes.data, self.pool.nbytes, 0)], "DRAM")
+        self.channel = world.make_channel(world.network, port)
+        self.results = Results()
+        layout = msgspec.structs.replace(self._layout(), **changed)
+        hello = Hello(PROTOCOL_VERSION, name, rank, incarnation, self.transport.local_metadata(), layout)
+        trace = Trace(None, "test")
+        self.rank = Rank(
+            hello=hello,
+            transport=self.transport,
+            channel=self.channel,
+            peers=Peers(self.transport, layout),
+            mover=Mover(self.transport, trace, trace),
+            results=self.results,
+            source_trace=trace,
+            destination_trace=trace,
+            deadlines=world.deadlines,
+            clock=lambda: world.now_s,
+        )
+        self.driver = Driver(self.rank)
+
+    def _layout(self) -> KVLayout:
+        layer_bytes = NUM_BLOCKS * BLOCK_BYTES
+        base = self.pool.ctypes.data
+        regions = [
+            Region(layer, 0, base + index * layer_bytes, BLOCK_BYTES, BLOCK_BYTES, NUM_BLOCKS)
+            for index, layer in enumerate(LAYERS)
+        ]
+        return KVLayout(
+            regions=tuple(regions),
+            block_size_tokens=(BLOCK_SIZE,),
+            memory_kind="DRAM",
+            device_id=0,
+            model="tiny",
+            dtype="uint8",
+            num_kv_heads=1,
+            head_dim=12,
+            axis_order="LBNHC",
+            tp_size=1,
+            tp_rank=0,
+            pp_size=1,
+        )
+
+    # -- what the engine's thread would do ---------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        self.driver.turn()
+        batch = self.results.take()
+        self.sent.update(batch.sent)
+        self.received.update(batch.received)
+        assert not batch.failed.keys() - batch.received
+        self.failures.update(batch.failed)
+
+    def crash(self) -> None:
+        """The process is gone: memory stays, sockets and links do not."""
+        self.is_alive = False
+        self.driver.close()
+
+    def open_source(self, tid: TransferId = TID, rid: str = "p") -> None:
+        self.driver.submit([SourceOpened(tid, RequestId(rid))])
+
+    def advance(
+        self,
+        num_tokens: int,
+        blocks: list[int],
+        *,
+        last: bool = True,
+        generation: int = 0,
+        tid: TransferId = TID,
+        rid: str = "p",
+    ) -> None:
+        lists = (tuple(blocks),)
+        self.driver.submit([SourceAdvanced(tid, RequestId(rid), generation, num_tokens, last, lists)])
+
+    def finish(self, tid: TransferId = TID, rid: str = "p", *, held: bool = True, aborted: bool = False) -> None:
+        if held:
+            self.expected[RequestId(rid)] += 1
+        self.driver.submit([SourceFinished(tid, RequestId(rid), is_held=held, is_aborted=aborted)])
+
+    def prefill(self, num_tokens: int, blocks: list[int], tid: TransferId = TID, rid: str = "p") -> None:
+        """A prompt that is computed in one step, from queue to end."""
+        self.open_source(tid, rid)
+        self.advance(num_tokens, blocks, tid=tid, rid=rid)
+        self.finish(tid, rid)
+
+    def ticket(self, direction: Direction = Direction.PUSH, tid: TransferId = TID) -> DecodeTicket:
+        """What a decode engine needs to reach this one."""
+        return DecodeTicket(tid, EngineId(self.name), HOST, self.channel.port, 1, 1, direction)
+
+    def open_destination(
+        self, ticket: DecodeTicket, num_tokens: int, blocks: list[int], *, first_token: int = 0, rid: str = "d"
+    ) -> None:
+        self.expected[RequestId(rid)] += 1
+        self.may_change.update(blocks[first_token // BLOCK_SIZE :])
+        lists: BlockLists = (tuple(blocks),)
+        self.driver.submit([DestinationOpened(ticket, RequestId(rid), first_token, num_tokens, lists)])
+
+    def cancel(self, rid: str = "d") -> None:
+        self.driver.submit([DestinationCancelled(RequestId(rid))])
+
+    def nothing_needed(self, ticket: DecodeTicket) -> None:
+        self.driver.submit([NothingNeeded(ticket)])
+
+    # -- what can be seen --------------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        has_mail = isinstance(self.channel, MemoryChannel) and self.channel.has_mail
+        return bool(self.driver._inbox) or has_mail or self.rank.mover.is_busy or self._is_notified
+
+    @property
+    def _is_notified(self) -> bool:
+        """Something came through the transport that the driver is going to look at."""
+        return bool(self.transport._inbox) and len(self.driver._destination) > 0
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self.driver._source) + len(self.driver._destination)
+
+    def block(self, block: int) -> npt.NDArray[np.uint8]:
+        return self.pool[:, block]
+
+    def holds(self, blocks: list[int], source: Engine, source_blocks: list[int]) -> bool:
+        """These blocks of ours equal those of the source when it started."""
+        return bool((self.pool[:, blocks] == source.before[:, source_blocks]).all())
+
+    def check(self) -> None:
+        assert self.num_transfers == 0, f"{self.name} has transfers left"
+        assert not self.rank.mover.is_busy, f"{self.name} has handles left"
+        assert not self.transport._posted
+        assert self.sent + self.received == self.expected, f"{self.name} did not report every request exactly once"
+        untouched = [block for block in range(NUM_BLOCKS) if block not in self.may_change]
+        assert (self.pool[:, untouched] == self.before[:, untouched]).all(), f"{self.name} lost a canary"
