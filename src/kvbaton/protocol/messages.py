@@ -91,6 +91,14 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     reason: Reason = ""
 
 
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """D to P: nobody will come for this transfer; hold nothing for it."""
+
+    transfer_id: Id
+    to_engine_id: Id
+    reason: Reason = ""
+
+
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """From the side that moves (or would have moved) the bytes: I shall never touch your blocks for this transfer again."""
 
@@ -103,7 +111,9 @@ class Connected(msgspec.Struct, frozen=True, tag="connected"):
     """D to P: your first notification has come through the transport; the link is up."""
 
 
-SideMessage: TypeAlias = Register | HelloWanted | Accepted | Offer | SegmentPosted | Renew | Cancel | Ended | Connected
+SideMessage: TypeAlias = (
+    Register | HelloWanted | Accepted | Offer | SegmentPosted | Renew | Cancel | Release | Ended | Connected
+)
 
 
 class Greeting(msgspec.Struct, frozen=True, tag="greeting"):

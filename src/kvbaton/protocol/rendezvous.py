@@ -123,6 +123,7 @@ class Rendezvous:
         self.outcome: Outcome | None = None
         self.reason = ""
         self._deadlines = deadlines
+        self._is_peers_to_drain = False
         self.deadline_s = now_s + deadlines.of(State.OPEN)
 
     def handle(self, what: Input, now_s: float, reason: str = "") -> tuple[Effect, ...]:
@@ -132,13 +133,14 @@ class Rendezvous:
             self.outcome = outcome
             self.reason = reason or what.value
         if next_state is not None:
+            self._is_peers_to_drain = self.state is State.OFFERED
             self.state = next_state
             self.deadline_s = now_s + self._deadlines.of(next_state)
         return effects
 
     def heard(self, now_s: float) -> None:
-        """The peer gave a sign of life. That prolongs waiting for it, not the moving of bytes, and never a drain."""
-        if self.state in {State.OPEN, State.OFFERED}:
+        """The peer gave a sign of life. That prolongs waiting for it, also for its drain, but no moving of our own."""
+        if self.state in {State.OPEN, State.OFFERED} or (self.state is State.DRAINING and self._is_peers_to_drain):
             self.deadline_s = now_s + self._deadlines.of(self.state)
 
     def moved(self, now_s: float) -> None:

@@ -41,7 +41,7 @@ from kvbaton.types import Direction, Outcome, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
 
-RENEW_INTERVAL_S = 5.0
+MAX_RENEW_INTERVAL_S = 5.0
 
 
 @dataclass
@@ -87,6 +87,10 @@ class DestinationTransfer:
 class DestinationEnd:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
+        # Three signs of life fit into the shortest time that either side waits for one.
+        deadlines = rank.deadlines
+        shortest_s = min(deadlines.open_s, deadlines.offered_s, deadlines.draining_s)
+        self._renew_interval_s = min(MAX_RENEW_INTERVAL_S, shortest_s / 3)
         self._lines: dict[Endpoint, Line] = {}
         self._transfers: dict[tuple[Endpoint, TransferId], DestinationTransfer] = {}
 
@@ -105,7 +109,7 @@ class DestinationEnd:
             endpoint=endpoint,
             rendezvous=Rendezvous(self._rank.deadlines, now_s),
             receipt=Receipt(num_producer_ranks=1),
-            renew_at_s=now_s + RENEW_INTERVAL_S,
+            renew_at_s=now_s + self._renew_interval_s,
             unanswered_at_s=now_s + CONNECT_TIMEOUT_S,
         )
         self._transfers[endpoint, ticket.transfer_id] = transfer
@@ -193,7 +197,7 @@ class DestinationEnd:
         transfer.rendezvous.heard(now_s)
         if transfer.lease_s is not None:
             # Counted from when we asked, which is before the prefill side counts from.
-            asked_s = transfer.renew_at_s - RENEW_INTERVAL_S
+            asked_s = transfer.renew_at_s - self._renew_interval_s
             transfer.lease_until_s = max(transfer.lease_until_s, asked_s + transfer.lease_s)
 
     def _ended(self, transfer: DestinationTransfer, message: Ended, now_s: float) -> None:
@@ -307,7 +311,7 @@ class DestinationEnd:
             elif self._is_unanswered(transfer, now_s):
                 self.lost(transfer.endpoint, now_s, "nobody answers at that address")
             elif now_s >= transfer.renew_at_s and not transfer.rendezvous.is_closed:
-                transfer.renew_at_s = now_s + RENEW_INTERVAL_S
+                transfer.renew_at_s = now_s + self._renew_interval_s
                 self._say(transfer.endpoint, Renew(transfer.transfer_id))
 
     def _is_unanswered(self, transfer: DestinationTransfer, now_s: float) -> bool:

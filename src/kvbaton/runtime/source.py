@@ -23,6 +23,7 @@ from kvbaton.protocol.messages import (
     HelloWanted,
     Offer,
     Register,
+    Release,
     Renew,
     SegmentPosted,
     SideMessage,
@@ -159,6 +160,8 @@ class SourceEnd:
                 self._renewed(caller, message, now_s)
             case Cancel():
                 self._cancelled(caller, message, now_s)
+            case Release():
+                self._released(message, now_s)
             case Ended():
                 self._ended(caller, message, now_s)
             case Connected():
@@ -242,12 +245,19 @@ class SourceEnd:
             # Nothing of ours was ever going to touch the caller's blocks.
             self._say(caller, Ended(transfer_id, Outcome.CANCELLED, reason))
 
-    def _ended(self, caller: Caller, message: Ended, now_s: float) -> None:
+    def _released(self, message: Release, now_s: float) -> None:
+        """Before anybody registered, or in its place. A registered destination ends its transfer by Cancel or Ended."""
+        if message.to_engine_id != self._rank.engine_id:
+            return
         transfer = self._transfers.get(TransferId(message.transfer_id))
         if transfer is None:
-            self._remembered.add(TransferId(message.transfer_id), message.outcome, message.reason, now_s)
-            return
-        if transfer.destination is not None and transfer.destination.caller != caller:
+            self._remembered.add(TransferId(message.transfer_id), Outcome.CANCELLED, message.reason, now_s)
+        elif transfer.destination is None:
+            self._feed(transfer, Input.CANCEL, now_s, message.reason)
+
+    def _ended(self, caller: Caller, message: Ended, now_s: float) -> None:
+        transfer = self._transfers.get(TransferId(message.transfer_id))
+        if transfer is None or transfer.destination is None or transfer.destination.caller != caller:
             return
         if transfer.rendezvous.state is State.DRAINING:
             self._feed(transfer, Input.QUIET, now_s)

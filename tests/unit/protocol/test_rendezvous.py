@@ -83,6 +83,14 @@ def test_what_prolongs_what(state: State, heard: bool, moved: bool) -> None:
         assert made.deadline_s == before_s + 0.5 * does
 
 
+def test_a_drain_of_the_peers_lasts_as_long_as_it_says_so() -> None:
+    """Found: blocks were given back while the poster, alive and asked, still had its operation in flight."""
+    made = machine(Input.OFFERS, Input.CANCEL)
+    made.heard(0.5)
+    made.moved(0.7)
+    assert made.deadline_s == 0.5 + DEADLINES.draining_s
+
+
 def test_the_first_reason_stays() -> None:
     made = machine(Input.POSTS)
     made.handle(Input.FAIL, 0.0, "the link broke")
