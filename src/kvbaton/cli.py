@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from kvbaton.bench import flags as bench_flags
 from kvbaton.errors import BatonError, UsageError
 from kvbaton.launch import flags
 
@@ -213,6 +214,18 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
     return int(doctor.main(json_output=options.json) or 0)
 
 
+def _demo(options: argparse.Namespace, arguments: list[str]) -> int:
+    from kvbaton.bench.demo import main as demo  # noqa: PLC0415
+
+    return demo(options, arguments, sys.stdout)
+
+
+def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
+    from kvbaton.bench.compare import main as compare  # noqa: PLC0415
+
+    return compare(options, arguments, sys.stdout)
+
+
 def _add_router(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prefill", dest="prefill_urls", action="append", metavar="URL", help="a prefill engine; repeatable")
@@ -253,6 +266,8 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None], 
     "status": ("Show what is running.", flags.STATUS_EXAMPLES, flags.add_status, _status),
     "logs": ("Show the logs of a deployment.", flags.LOGS_EXAMPLES, flags.add_logs, _logs),
     "router": ("Run the router alone, for engines started elsewhere.", _ROUTER_EXAMPLES, _add_router, _router),
+    "demo": ("Show one handoff, and three ways of serving.", bench_flags.DEMO_EXAMPLES, bench_flags.add_demo, _demo),
+    "bench": ("Measure ways of serving side by side.", bench_flags.BENCH_EXAMPLES, bench_flags.add_bench, _bench),
     "models": ("Prepare small models that run anywhere.", _MODELS_EXAMPLES, _add_models, _models),
     "doctor": ("Check this environment and say what to mend.", _DOCTOR_EXAMPLES, _add_doctor, _doctor),
 }
