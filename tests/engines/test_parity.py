@@ -38,7 +38,7 @@ def test_tokens_equal_and_kv_moved(
 ) -> None:
     """The first run is cold on both sides; the later ones find prefixes cached on both."""
     decode_url = pair.decode.url
-    computed = metric(decode_url, "vllm:iteration_tokens_total_sum")
+    computed = metric(decode_url, "vllm:prompt_tokens_by_source_total", source="local_compute")
     generated = metric(decode_url, "vllm:generation_tokens_total")
     moved = delivered(pair.decode.trace_path)
 
@@ -47,10 +47,9 @@ def test_tokens_equal_and_kv_moved(
     assert_equal(answers, expected)
     assert delivered(pair.decode.trace_path) - moved == len(PROMPTS), "not every request's KV was handed over"
     newly_generated = metric(decode_url, "vllm:generation_tokens_total") - generated
-    newly_computed = metric(decode_url, "vllm:iteration_tokens_total_sum") - computed
+    newly_computed = metric(decode_url, "vllm:prompt_tokens_by_source_total", source="local_compute") - computed
     assert newly_generated == len(PROMPTS) * NUM_TOKENS
-    # Each request's first token costs one prompt token, the last; every further one, the token before it.
-    assert newly_computed == newly_generated, "the decode engine computed more of a prompt than its last token"
+    assert newly_computed <= len(PROMPTS), "the decode engine computed more of a prompt than its last token"
 
 
 def test_directions_share_one_pair(pair: Pair, expected: dict[Prompt, Answer]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 
 import pytest
-from tests.runtime.world import TID, World
 
 from kvbaton.protocol.rendezvous import Deadlines
 from kvbaton.runtime.events import SourceRevoked
 from kvbaton.transport.loopback import Fabric, Fate
 from kvbaton.types import Direction, RequestId
+from tests.runtime.world import TID, World
 
 PULL = Direction.PULL
 P_BLOCKS = [3, 4, 5, 9, 2]

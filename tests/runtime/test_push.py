@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
-from tests.runtime.world import TID, World
 
 from kvbaton.runtime.events import SourceRevoked
 from kvbaton.transport.loopback import Fabric, Fate
 from kvbaton.types import RequestId
+from tests.runtime.world import TID, World
 
 P_BLOCKS = [3, 4, 5, 9, 2]
 D_BLOCKS = [11, 12, 13, 6, 7]

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from tests.runtime.memory_channel import HOST, MemoryChannel, Network
 
 from kvbaton.geometry.layout import KVLayout, Region
 from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
@@ -40,6 +39,7 @@ from kvbaton.runtime.trace import Trace
 from kvbaton.transport.base import Span
 from kvbaton.transport.loopback import Fabric, LoopbackTransport
 from kvbaton.types import Direction, EngineId, RequestId, TransferId
+from tests.runtime.memory_channel import HOST, MemoryChannel, Network
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24

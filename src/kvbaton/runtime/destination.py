@@ -21,6 +21,7 @@ from kvbaton.protocol.messages import (
     Notification,
     Offer,
     Register,
+    Release,
     Renew,
     SegmentLanded,
     SegmentPosted,
@@ -163,7 +164,7 @@ class DestinationEnd:
         if (endpoint, ticket.transfer_id) in self._transfers:
             return
         try:
-            self._say(endpoint, Ended(ticket.transfer_id, Outcome.DELIVERED, "the decode side needs nothing"))
+            self._say(endpoint, Release(ticket.transfer_id, ticket.engine_id, "the decode side needs nothing"))
         except PeerLost as error:
             logger.warning("Transfer %s is not needed, but nobody can be told: %s", ticket.transfer_id, error)
 

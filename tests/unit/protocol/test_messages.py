@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from tests.unit.geometry.layouts import layout
 
 from kvbaton.errors import RemoteProtocolError
 from kvbaton.protocol.messages import (
@@ -21,6 +20,7 @@ from kvbaton.protocol.messages import (
     Notification,
     Offer,
     Register,
+    Release,
     Renew,
     SegmentLanded,
     SegmentPosted,
@@ -30,6 +30,7 @@ from kvbaton.protocol.messages import (
     encode,
 )
 from kvbaton.types import Direction, Outcome
+from tests.unit.geometry.layouts import layout
 
 HELLO = Hello(1, "engine", 0, "incarnation", b"\x00\xff", layout())
 SIDE: list[SideMessage] = [
@@ -40,6 +41,7 @@ SIDE: list[SideMessage] = [
     Offer("t", 40, ((1, 2),), 30.0, HELLO),
     SegmentPosted("t"),
     Renew("t"),
+    Release("t", "engine", "not needed"),
     Cancel("t", "why"),
     Ended("t", Outcome.EXPIRED, "why"),
     Connected(),
