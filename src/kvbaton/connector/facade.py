@@ -20,6 +20,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from kvbaton.connector.caches import describe_caches, refuse_unsupported
+from kvbaton.connector.fence import record_fence
 from kvbaton.connector.handover import RankAddress, StepHandover
 from kvbaton.connector.scheduler import SchedulerSide
 from kvbaton.connector.settings import read_settings
@@ -52,6 +53,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         engine_id = EngineId(transfer.engine_id)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._device: torch.device | None = None
         if role is KVConnectorRole.SCHEDULER:
             identity = PrefillIdentity(
                 engine_id=engine_id,
@@ -128,6 +130,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         layout, spans = describe_caches(
             self._vllm_config, self._kv_cache_config, kv_caches, tp_rank=get_tensor_model_parallel_rank()
         )
+        self._device = next(iter(kv_caches.values())).device
         self._worker_side.register(layout, spans)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -150,7 +153,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: blocks are sent per step, not per layer."""
 
     def wait_for_save(self) -> None:
-        self._worker_side.submit_after(self._step())
+        step = self._step()
+        fence = record_fence(self._device) if step.after_forward and self._device is not None else None
+        self._worker_side.submit_after(step, fence)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         batch = self._worker_side.collect(finished_req_ids, is_idle_step=self._step().num_scheduled_tokens == 0)

@@ -6,6 +6,7 @@ bounded: a short sleep in a step that has nothing else to do. Next: runtime/driv
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -23,7 +24,9 @@ from kvbaton.runtime.events import (
     Batch,
     DestinationCancelled,
     DestinationOpened,
+    Fence,
     Results,
+    SourceAdvanced,
     SourceFinished,
     SourceRevoked,
 )
@@ -125,13 +128,18 @@ class WorkerSide:
         for released in events:
             released.wait(max(0.0, deadline_s - time.monotonic()))
 
-    def submit_after(self, step: StepHandover) -> None:
-        """The step's forward is done: what it computed may be sent."""
+    def submit_after(self, step: StepHandover, fence: Fence | None) -> None:
+        """The step's forward was issued: what it computes may be sent once the device has passed `fence`."""
         for command in step.after_forward:
             if isinstance(command, SourceFinished) and command.is_held:
                 self._held.add(command.request_id)
         if step.after_forward and self._driver is not None:
-            self._driver.submit(step.after_forward)
+            self._driver.submit(
+                [
+                    dataclasses.replace(command, fence=fence) if isinstance(command, SourceAdvanced) else command
+                    for command in step.after_forward
+                ]
+            )
 
     def collect(self, finished: Iterable[str], *, is_idle_step: bool) -> Batch:
         """Requests whose transfers are over. Raises whatever the driver died of."""

@@ -42,6 +42,8 @@ class Driver:
         self._source = SourceEnd(rank)
         self._destination = DestinationEnd(rank)
         self._inbox: deque[Command] = deque()
+        # KV that the device is still computing, in the order of the device's stream.
+        self._computing: deque[SourceAdvanced] = deque()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbaton", daemon=True)
 
@@ -78,7 +80,7 @@ class Driver:
         if self._inbox:
             return 0.0
         now_s = self._rank.clock()
-        if self._rank.mover.is_busy or self._needs_progress(now_s):
+        if self._computing or self._rank.mover.is_busy or self._needs_progress(now_s):
             return FAST_TICK_S
         return SLOW_TICK_S if len(self._destination) or self._source.has_offered else IDLE_TICK_S
 
@@ -101,6 +103,8 @@ class Driver:
             self._hear(received, now_s)
         while self._inbox:
             self._obey(self._inbox.popleft(), now_s)
+        while self._computing and _has_passed(self._computing[0]):
+            self._source.advanced(self._computing.popleft(), now_s)
         for endpoint in self._rank.channel.lost():
             self._destination.lost(endpoint, now_s, "the connection broke")
         self._watch_transport(now_s)
@@ -112,8 +116,9 @@ class Driver:
             case SourceOpened():
                 self._source.opened(command, now_s)
             case SourceAdvanced():
-                self._source.advanced(command, now_s)
+                self._computing.append(command)
             case SourceRevoked():
+                self._computing = deque(each for each in self._computing if each.request_id != command.request_id)
                 self._source.revoked(command, now_s)
             case SourceFinished():
                 self._source.finished(command, now_s)
@@ -152,3 +157,7 @@ class Driver:
         self._rank.channel.close()
         self._rank.source_trace.close()
         self._rank.destination_trace.close()
+
+
+def _has_passed(command: SourceAdvanced) -> bool:
+    return command.fence is None or command.fence.query()

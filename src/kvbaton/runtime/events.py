@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from kvbaton.protocol.params import DecodeTicket
 from kvbaton.types import RequestId, TransferId
+
+
+class Fence(Protocol):
+    """A point in a device's stream of work, as `torch.cuda.Event` is one."""
+
+    def query(self) -> bool:
+        """The device is past it. Does not wait."""
+        ...
+
 
 BlockLists: TypeAlias = tuple[tuple[int, ...], ...]
 """Block ids per cache group, in token order from token 0."""
@@ -35,6 +44,8 @@ class SourceAdvanced:
     num_tokens: int
     is_last: bool
     blocks: BlockLists
+    fence: Fence | None = None
+    """What must pass before the KV is really there; None where the forward is over when the engine says so (CPU)."""
 
 
 @dataclass(frozen=True)
