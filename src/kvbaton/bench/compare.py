@@ -40,8 +40,8 @@ from kvbaton.launch.up import Interruptions
 _WARM_UP_REQUESTS = 5
 _WARM_UP_SEED = 1_000_000
 """Far from the seeds of runs."""
-_TAIL_S = 30.0
-"""What a run needs beyond the time in which its requests arrive."""
+_TAIL_S = 90.0
+"""What a run may well need beyond the time in which its requests arrive."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,11 +115,11 @@ def settings_from(flags: argparse.Namespace) -> Settings:
         if not value > 0:
             raise usage_error(f"{flag}: {value} is not positive", "Give a number above zero.")
     arriving_s = load.num_prompts / load.rate_per_s
-    if arriving_s + _TAIL_S > flags.deadline:
+    if arriving_s >= flags.deadline:
         raise usage_error(
             f"{load.num_prompts} requests at {load.rate_per_s:g} per second arrive in {arriving_s:.0f} s, "
             f"and the deadline is {flags.deadline:.0f} s",
-            f"Use --deadline {arriving_s + 3 * _TAIL_S:.0f}, fewer --num-prompts or a higher --rate.",
+            f"Use --deadline {arriving_s + _TAIL_S:.0f}, fewer --num-prompts or a higher --rate.",
         )
     return Settings(
         modes=modes.modes_named(flags.modes),
