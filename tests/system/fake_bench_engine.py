@@ -46,11 +46,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Connection", "close")
         self.end_headers()
-        sent = 1 if late and self.behaviour == "cut" else wanted
+        sent = 1 if late and self.behaviour == "cut" and wanted > 2 else wanted  # two are asked for to warm up
         for number in range(sent):
-            self._event({"choices": [{"text": f" {number}"}]})
+            text = f" {number}"
+            self._event({"choices": [{"delta": {"content": text}} if "messages" in body else {"text": text}]})
             time.sleep(0.002)
-        self._event({"choices": [], "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": sent}})
+        num_prompt = len(body.get("prompt") or body["messages"][0]["content"])
+        self._event({"choices": [], "usage": {"prompt_tokens": num_prompt, "completion_tokens": sent}})
         self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
 

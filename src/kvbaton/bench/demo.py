@@ -32,6 +32,7 @@ from kvbaton.launch.supervisor import Deployment, Interrupted
 from kvbaton.launch.up import Interruptions
 
 _SEED = 20
+_FILES = ("timeline.png", "chart.png", "report.json", "summary.md")
 _CHUNK_TOKENS = 256
 """What an engine computes in one step; smaller than the prompts, so that KV goes over while prefill goes on."""
 
@@ -99,8 +100,9 @@ def main(flags: argparse.Namespace, arguments: Sequence[str], out: TextIO) -> in
             return 130
     report = _report(stage, acts, where)
     _show(report, acts, out)
-    _write(report, acts, Path(flags.out), time.monotonic() - began_s)
-    out.write(f"\nwritten to {flags.out}/: timeline.png, chart.png, report.json, summary.md ({_age(began_s)})\n")
+    took_s = time.monotonic() - began_s
+    names = _write(report, acts, Path(flags.out), took_s)
+    out.write(f"\nwritten to {flags.out}/: {', '.join(names)} ({took_s:.0f} s in all)\n")
     return 1 if any(run.failure for mode in report.modes for run in mode.runs) else 0
 
 
@@ -214,9 +216,10 @@ def _show(report: Report, acts: Acts, out: TextIO) -> None:
     out.write(f"\n{summary.CORES_NOTE}\n")
 
 
-def _write(report: Report, acts: Acts, folder: Path, took_s: float) -> None:
+def _write(report: Report, acts: Acts, folder: Path, took_s: float) -> list[str]:
+    """The names of the files that are there now; those of an earlier demo are not."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("timeline.png", "chart.png", "report.json", "summary.md"):
+    for name in _FILES:
         (folder / name).unlink(missing_ok=True)
     if acts.timeline is not None:
         title = f"One request through two engines: {Path(report.model).name} on {report.environment.num_cores} cores"
@@ -226,7 +229,4 @@ def _write(report: Report, acts: Acts, folder: Path, took_s: float) -> None:
     (folder / "report.json").write_bytes(report.encode())
     document = summary.demo_summary(report, acts.workload, acts.answer, acts.timeline, took_s)
     (folder / "summary.md").write_text(document, encoding="utf-8")
-
-
-def _age(began_s: float) -> str:
-    return f"{time.monotonic() - began_s:.0f} s in all"
+    return [name for name in _FILES if (folder / name).exists()]

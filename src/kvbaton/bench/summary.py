@@ -14,12 +14,10 @@ from kvbaton.bench.timeline import Timeline
 from kvbaton.bench.workload import Workload
 
 CORES_NOTE = (
-    "How to read it: every row has the same cores. One engine alone computes each prompt with all of them, so an idle one "
-    "answers\nsooner (TTFT); the pair gives each engine its share, and its decode is not held up by other people's prompts "
-    "(TPOT). A small\nload on a small machine shows that the handoff works and what it costs, not what disaggregation "
-    "gains on a cluster."
+    "How to read it: every row has the same cores. One engine alone can use all of them for each prompt (TTFT), but prompts\n"
+    "hold up its decoding; the pair gives each engine its share, and its decode is not held up by other people's prompts\n"
+    "(TPOT). A small load on a small machine shows that the handoff works and what it costs, not what it gains on a cluster."
 )
-
 _LOAD_NOTE = (
     "Arrivals and lengths are the same, prompts fresh for each. Sent by kvbaton's own small client; `kvbaton bench compare` "
     "uses `vllm bench serve`."
