@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from kvbaton import cli
-from kvbaton.bench import conversation, demo
+from kvbaton.bench import conversation, demo, surroundings
 from kvbaton.bench.modes import Setup
 from kvbaton.bench.records import Report
 from kvbaton.launch.identity import Identity
@@ -60,7 +60,13 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def setup(model: str, state_root: Path) -> Setup:
         return Setup(
-            model=model, state_root=state_root, cores=(0, 0), engine_command=FAKE, router_command=FAKE, trace=True
+            model=model,
+            state_root=state_root,
+            machine=surroundings.bench_machine(),
+            cores=(0, 0),
+            engine_command=FAKE,
+            router_command=FAKE,
+            trace=True,
         )
 
     monkeypatch.setattr(demo, "_setup", setup)
@@ -133,7 +139,7 @@ def test_ctrl_c_leaves_nothing_and_keeps_earlier_files(tmp_path: Path, words: li
         "import sys; from kvbaton import cli; from kvbaton.bench import demo; from kvbaton.bench.modes import Setup; "
         f"fake = tuple({list(FAKE)!r}); "
         "demo._setup = lambda model, root: Setup(model=model, state_root=root, cores=(0, 0), engine_command=fake, "
-        "router_command=fake); sys.exit(cli.main(sys.argv[1:]))"
+        "machine=demo.surroundings.bench_machine(), router_command=fake); sys.exit(cli.main(sys.argv[1:]))"
     )
     environment = os.environ | {"FAKE_BEHAVIOUR": '{"BatonConnector": "hang"}'}
     process = subprocess.Popen(

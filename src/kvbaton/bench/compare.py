@@ -28,8 +28,8 @@ from kvbaton.bench.modes import Mode, Setup
 from kvbaton.bench.records import RequestRecord, RunReport
 from kvbaton.bench.trial import failures_text
 from kvbaton.bench.workload import Workload, plan_requests
-from kvbaton.errors import BatonError, UsageError
-from kvbaton.launch.machine import Device, parse_cores, this_machine
+from kvbaton.errors import BatonError, DeploymentError, UsageError
+from kvbaton.launch.machine import Device, parse_cores
 from kvbaton.launch.models import resolve_model
 from kvbaton.launch.plan import build_plan
 from kvbaton.launch.progress import Progress, Row, progress_for
@@ -40,6 +40,7 @@ from kvbaton.launch.up import Interruptions
 _WARM_UP_REQUESTS = 5
 _WARM_UP_SEED = 1_000_000
 """Far from the seeds of runs."""
+_LAST_BREATH_S = 1.5
 _TAIL_S = 90.0
 """What a run may well need beyond the time in which its requests arrive."""
 
@@ -70,7 +71,7 @@ def main(flags: argparse.Namespace, arguments: Sequence[str], out: TextIO) -> in
     settings = settings_from(flags)
     setup = setup_from(flags, flags.model)
     for mode in settings.modes:
-        build_plan(modes.spec_of(mode, setup), this_machine())  # mistakes are seen before anything slow happens
+        build_plan(modes.spec_of(mode, setup), setup.machine)  # mistakes are seen before anything slow happens
     setup = msgspec.structs.replace(setup, model=resolve_model(flags.model))
     comparison = Comparison(
         settings.modes,
@@ -134,7 +135,7 @@ def settings_from(flags: argparse.Namespace) -> Settings:
 
 def setup_from(flags: argparse.Namespace, model: str) -> Setup:
     """What all modes share. Everybody has prefix caching off: a prompt that was seen before would look fast."""
-    machine = this_machine()
+    machine = surroundings.bench_machine()
     cores = parse_cores(flags.cores) if flags.cores else machine.cores[:2]
     if machine.device is Device.CPU and len(cores) != 2:
         raise usage_error(
@@ -145,6 +146,7 @@ def setup_from(flags: argparse.Namespace, model: str) -> Setup:
     return Setup(
         model=model,
         state_root=Path(flags.state_dir),
+        machine=machine,
         cores=cores,
         dtype=flags.dtype or ("float32" if emulated else None),
         engine_args=("--no-enable-prefix-caching",),
@@ -188,8 +190,12 @@ class Bench:
             with deployment:
                 if round_.mode.is_hand_edited:
                     hand_edit.check_hand_edit(deployment.instances)
-                self._warm_up(deployment)
-                return self._measure(round_, deployment), commands
+                try:
+                    self._warm_up(deployment)
+                    return self._measure(round_, deployment), commands
+                except DeploymentError:
+                    _blame_the_dead(deployment)
+                    raise
         except UsageError:
             raise
         except BatonError as error:
@@ -202,6 +208,7 @@ class Bench:
         env = hand_edit.write_hand_edit(self._edit_dir) if mode.is_hand_edited else {}
         return Deployment(
             modes.spec_of(mode, self._setup, env),
+            machine=self._setup.machine,
             progress=progress_for(self._out),
             interruptions=lambda: self._interruptions.count,
         )
@@ -266,6 +273,14 @@ class Bench:
             results_file=f"results/{name}",
             engine_cpu_s=round(surroundings.cpu_s(deployment.instances) - cpu_before_s, 2),
         )
+
+
+def _blame_the_dead(deployment: Deployment) -> None:
+    """DeploymentError when an engine has died: whoever talked to it may have noticed first, and knows less."""
+    give_up_at_s = time.monotonic() + _LAST_BREATH_S
+    while time.monotonic() < give_up_at_s:
+        deployment.check()
+        time.sleep(0.1)
 
 
 class _Shown:

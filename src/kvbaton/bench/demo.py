@@ -25,7 +25,7 @@ from kvbaton.bench.second_router import second_router
 from kvbaton.bench.timeline import Timeline
 from kvbaton.bench.trial import Trial
 from kvbaton.bench.workload import PlannedRequest, Workload, plan_requests
-from kvbaton.launch.machine import Device, this_machine
+from kvbaton.launch.machine import Device
 from kvbaton.launch.models import resolve_model
 from kvbaton.launch.progress import Progress, progress_for
 from kvbaton.launch.supervisor import Deployment, Interrupted
@@ -65,7 +65,12 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     def deployment(self, mode: Mode) -> Deployment:
         spec = modes.spec_of(mode, self.setup)
         # Progress of its own: the plain one says of each name only once that it is ready.
-        return Deployment(spec, progress=progress_for(self.out), interruptions=lambda: self.interruptions.count)
+        return Deployment(
+            spec,
+            machine=self.setup.machine,
+            progress=progress_for(self.out),
+            interruptions=lambda: self.interruptions.count,
+        )
 
 
 class Acts(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,11 +112,12 @@ def main(flags: argparse.Namespace, arguments: Sequence[str], out: TextIO) -> in
 
 
 def _setup(model: str, state_root: Path) -> Setup:
-    machine = this_machine()
+    machine = surroundings.bench_machine()
     on_cpu = machine.device is Device.CPU
     return Setup(
         model=model,
         state_root=state_root,
+        machine=machine,
         cores=machine.cores,
         dtype="float32" if on_cpu and not surroundings.computes_bfloat16() else None,
         engine_args=("--max-num-batched-tokens", str(_CHUNK_TOKENS)),

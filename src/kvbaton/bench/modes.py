@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.errors import UsageError
+from kvbaton.launch.machine import Device, Machine
 from kvbaton.launch.spec import Connector, DeploymentSpec
 from kvbaton.types import Direction
 
@@ -68,6 +69,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     state_root: Path
+    machine: Machine
     cores: tuple[int, ...]
     """P's cores, then D's; an aggregated engine has them all."""
     dtype: str | None = None
@@ -96,7 +98,9 @@ def cores_of(mode: Mode, setup: Setup) -> tuple[int, ...]:
 
 
 def cores_text(mode: Mode, setup: Setup) -> str:
-    """`1 + 1` for a pair, else a number."""
+    """`1 + 1` for a pair, else a number; a GPU is one for all."""
+    if setup.machine.device is not Device.CPU:
+        return "1 GPU"
     num_cores = len(cores_of(mode, setup))
     if not mode.is_pair:
         return str(num_cores)
@@ -113,6 +117,8 @@ def spec_of(mode: Mode, setup: Setup, extra_env: dict[str, str] | None = None) -
         run_dir=str(setup.state_root / name),
         connector=mode.connector,
         direction=mode.direction,
+        device=setup.machine.device,
+        share_gpus=mode.is_pair and setup.machine.device is not Device.CPU,
         cores=cores_of(mode, setup),
         dtype=setup.dtype,
         executor="uni",

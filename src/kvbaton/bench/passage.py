@@ -26,8 +26,6 @@ then while jogging, and at last at full speed."""
 QUESTION = "What is the last runner of the team called, and why is it usually the fastest one?"
 
 
-def prompt(question: str, max_characters: int | None = None) -> str:
-    """One user message: the text, then the question. Cut at the front of the text where a model cannot take it all."""
-    text = f"{PASSAGE}\n\nQuestion: {question}"
-    text = text if max_characters is None else text[-max_characters:]
-    return f"Read this text and answer the question below it.\n\n{text}"
+def prompt(question: str) -> str:
+    """One user message: the text, then the question."""
+    return f"Read this text and answer the question below it.\n\n{PASSAGE}\n\nQuestion: {question}"

@@ -209,6 +209,8 @@ def _mode_colour(mode: ModeReport) -> str:
 
 
 def _cores(mode: ModeReport) -> str:
+    if "GPU" in mode.cores:
+        return mode.cores
     return f"{mode.cores} core" if mode.cores == "1" else f"{mode.cores} cores"
 
 

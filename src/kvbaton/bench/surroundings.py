@@ -16,6 +16,7 @@ import msgspec
 import psutil
 
 from kvbaton.bench.records import Environment
+from kvbaton.launch.machine import Device, Machine, this_machine
 from kvbaton.launch.supervisor import Instance
 
 _PACKAGES = ("kvbaton", "vllm", "torch", "nixl-cu12", "nixl")
@@ -41,6 +42,14 @@ def environment(command: Sequence[str], num_cores: int) -> Environment:
     )
 
 
+def bench_machine() -> Machine:
+    """What engines may use here: all cores, or the first GPU, which a pair shares so that one engine alone has as much."""
+    machine = this_machine()
+    if "cpu" in _versions().get("vllm", ""):
+        machine = machine.with_device(Device.CPU)  # a GPU is no use to vLLM's CPU build
+    return msgspec.structs.replace(machine, gpus=machine.gpus[:1])
+
+
 def computes_bfloat16() -> bool:
     """Whether the processor has instructions for it; without, it is emulated and several times slower than float32."""
     flags = _cpu_field("flags") or _cpu_field("Features")
@@ -52,7 +61,10 @@ def vocabulary_tokens(model: str) -> int:
     config = Path(model) / "config.json"
     if not config.is_file():
         return _UNKNOWN_VOCABULARY_TOKENS
-    return msgspec.json.decode(config.read_bytes(), type=_ModelConfig).vocab_size
+    try:
+        return msgspec.json.decode(config.read_bytes(), type=_ModelConfig).vocab_size
+    except msgspec.DecodeError:
+        return _UNKNOWN_VOCABULARY_TOKENS
 
 
 def cpu_s(instances: Iterable[Instance]) -> float:

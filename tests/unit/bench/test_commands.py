@@ -21,7 +21,7 @@ from kvbaton.launch.spec import Role
 from kvbaton.types import Direction
 
 TWO_CORES = Machine(cores=(0, 1), device=Device.CPU, taskset="/usr/bin/taskset", python="python")
-SETUP = Setup(model="/models/tiny", state_root=Path("state"), cores=(0, 1), engine_args=("--flag",))
+SETUP = Setup(model="/models/tiny", state_root=Path("state"), machine=TWO_CORES, cores=(0, 1), engine_args=("--flag",))
 
 
 class TestModes:
@@ -63,8 +63,8 @@ class TestModes:
         assert all(("hand-edited" in mode.title) == mode.is_hand_edited for mode in MODES)
 
     def test_cores_are_told(self) -> None:
-        shared = Setup(model="m", state_root=Path("s"), cores=(0,))
-        three = Setup(model="m", state_root=Path("s"), cores=(0, 1, 2))
+        shared = Setup(model="m", state_root=Path("s"), machine=TWO_CORES, cores=(0,))
+        three = Setup(model="m", state_root=Path("s"), machine=TWO_CORES, cores=(0, 1, 2))
         assert cores_text(modes.KVBATON_PUSH, SETUP) == "1 + 1"
         assert cores_text(modes.KVBATON_PUSH, three) == "2 + 1"
         assert cores_text(modes.KVBATON_PUSH, shared) == "1, shared"
@@ -72,8 +72,17 @@ class TestModes:
         assert cores_text(modes.AGGREGATED_ONE_CORE, SETUP) == "1"
 
 
+def test_a_gpu_is_shared_by_a_pair_and_told_as_such() -> None:
+    machine = Machine(cores=(0, 1), device=Device.CUDA, gpus=("0",))
+    setup = Setup(model="/models/tiny", state_root=Path("state"), machine=machine, cores=(0, 1))
+    for mode in (modes.KVBATON_PUSH, modes.AGGREGATED):
+        plan = build_plan(spec_of(mode, setup), machine)
+        assert {engine.env["CUDA_VISIBLE_DEVICES"] for engine in plan.engines} == {"0"}
+        assert cores_text(mode, setup) == "1 GPU"
+
+
 def test_the_second_router_differs_in_direction_port_log_and_trace() -> None:
-    setup = Setup(model="/models/tiny", state_root=Path("state"), cores=(0, 1), trace=True)
+    setup = Setup(model="/models/tiny", state_root=Path("state"), machine=TWO_CORES, cores=(0, 1), trace=True)
     first = build_plan(spec_of(modes.KVBATON_PUSH, setup), TWO_CORES).router
     second = router_plan(first, Direction.PULL, 1234)
     changed = {new for old, new in zip(first.argv, second.argv, strict=True) if old != new}
@@ -164,8 +173,7 @@ class TestShown:
         assert run_line(RunReport(iteration=0, seed=1, figures=None)) == "failed: for no known reason"
 
 
-def test_a_short_model_gets_the_end_of_the_text() -> None:
-    text = passage.prompt("Why?", 100)
-    assert text.endswith("at last at full speed.\n\nQuestion: Why?")
-    assert len(text) < 200
-    assert passage.PASSAGE in passage.prompt("Why?")
+def test_the_question_comes_last() -> None:
+    text = passage.prompt("Why?")
+    assert passage.PASSAGE in text
+    assert text.endswith("\n\nQuestion: Why?")
