@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import socket
 import threading
 import time
@@ -95,16 +96,7 @@ class Stream:
             error = f"{type(failure).__name__}: {failure}"
         finally:
             self._connection.close()
-        record = RequestRecord(
-            sent_s=sent_s - run_started_s,
-            ttft_s=heard.times_s[0] if heard.times_s else None,
-            itls_s=tuple(after - before for before, after in zip(heard.times_s, heard.times_s[1:], strict=False)),
-            latency_s=heard.times_s[-1] if heard.times_s else time.monotonic() - sent_s,
-            input_tokens=heard.usage.prompt_tokens,
-            output_tokens=heard.usage.completion_tokens,
-            expected_output_tokens=expected_output_tokens,
-            error=error or heard.error,
-        )
+        record = heard.record(sent_s - run_started_s, expected_output_tokens, error)
         return Answer(record=record, request_id=request_id, text="".join(heard.texts))
 
 
@@ -118,6 +110,19 @@ class _Heard:
         self.texts: list[str] = []
         self.usage = _Usage()
         self.error: str | None = None
+
+    def record(self, sent_s: float, expected_output_tokens: int, error: str | None) -> RequestRecord:
+        times_s = self.times_s
+        return RequestRecord(
+            sent_s=sent_s,
+            ttft_s=times_s[0] if times_s else None,
+            itls_s=tuple(after - before for before, after in itertools.pairwise(times_s)),
+            latency_s=times_s[-1] if times_s else time.monotonic() - self._sent_s,
+            input_tokens=self.usage.prompt_tokens,
+            output_tokens=self.usage.completion_tokens,
+            expected_output_tokens=expected_output_tokens,
+            error=error or self.error,
+        )
 
     def all_of(self, response: http.client.HTTPResponse) -> None:
         is_whole = False
