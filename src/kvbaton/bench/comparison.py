@@ -20,7 +20,8 @@ _ROW_NOTE = (
 )
 _ENGINE_NOTE = (
     "Every engine: executor uni, its cores for itself, as many OMP threads as cores, prefix caching off, a warm-up of "
-    "5 requests; router and load generator share the machine with them."
+    "5 requests; router and load generator share the machine with them. Engines' CPU counts while the load generator starts, "
+    "too: it shows who computes without having work."
 )
 _EDIT_NOTE = (
     "NIXL as shipped polls without a pause in a thread that takes a whole core from each of the in-tree engines. `hand-edited` "
