@@ -257,3 +257,24 @@ def test_revoking_what_is_over_releases_at_once() -> None:
     p.turn()
     assert released.is_set()
     world.check()
+
+
+def test_what_landed_whole_is_delivered_even_when_its_prefill_is_preempted_meanwhile() -> None:
+    """Found: it was computed again, and written again into blocks that the decode side had long been using."""
+    world = World(fabric=Fabric(script=lambda number: Fate(delay_polls=30 if number == 1 else 0)))
+    p, d = world.pair()
+    d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
+    p.open_source()
+    p.advance(NUM_TOKENS, P_BLOCKS)
+    for _ in range(5):
+        d.turn()
+        p.turn()
+    p.driver.submit([SourceRevoked(TID, RequestId("p"), threading.Event())])
+    world.run()
+    assert d.received[RequestId("d")] == 1
+    d.before[:], d.may_change = d.pool, set()
+    p.pool[:] = p.before[:] = 0
+    p.advance(NUM_TOKENS, P_BLOCKS, generation=1)
+    p.finish()
+    world.run()
+    world.check()

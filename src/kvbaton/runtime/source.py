@@ -353,6 +353,8 @@ class SourceEnd:
         else:
             settled.move.peer.connecting_until_s = now_s
             transfer.rendezvous.moved(now_s)
+            # Before looking further: what is complete is delivered, whatever a preempted prefill computes again.
+            self._maybe_complete(transfer, now_s)
             self._match(transfer, now_s)
         if transfer.rendezvous.state is State.DRAINING and transfer.num_in_flight == 0:
             self._feed(transfer, Input.QUIET, now_s)
