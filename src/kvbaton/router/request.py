@@ -61,7 +61,7 @@ NULL = msgspec.Raw(b"null")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Common(msgspec.Struct):
+class _EveryApi(msgspec.Struct):
     model: Annotated[str, msgspec.Meta(min_length=1)]
     stream: bool | None = None
     max_tokens: Count | None = None
@@ -72,14 +72,14 @@ class _Common(msgspec.Struct):
     truncate_prompt_tokens: msgspec.Raw = NULL
 
 
-class _Completion(_Common):
+class _Completion(_EveryApi):
     prompt: Annotated[list[str | int | list[int]], msgspec.Meta(min_length=1)] | str | None = None
     prompt_embeds: msgspec.Raw = NULL
     echo: bool | None = None
     logprobs: msgspec.Raw = NULL
 
 
-class _Chat(_Common, kw_only=True):
+class _Chat(_EveryApi, kw_only=True):
     messages: Annotated[list[dict[str, msgspec.Raw]], msgspec.Meta(min_length=1)]
     max_completion_tokens: Count | None = None
 
