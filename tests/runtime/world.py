@@ -36,7 +36,7 @@ from kvbaton.runtime.peers import Peers, agent_name
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import SideChannel
 from kvbaton.runtime.trace import Trace
-from kvbaton.transport.base import Span
+from kvbaton.transport.base import Span, Transport
 from kvbaton.transport.loopback import Fabric, LoopbackTransport
 from kvbaton.types import Direction, EngineId, RequestId, TransferId
 from tests.runtime.memory_channel import HOST, MemoryChannel, Network
@@ -58,6 +58,7 @@ class World:
     engines: list[Engine] = field(default_factory=list)
     deadlines: Deadlines = field(default_factory=Deadlines)
     make_channel: Callable[[Network, int], SideChannel] = MemoryChannel
+    make_transport: Callable[[str, Fabric], Transport] = LoopbackTransport
 
     def engine(self, name: str, **changed: Any) -> Engine:
         """A started engine; keyword arguments change its layout, or are `port`, `incarnation` and `rank`."""
@@ -105,19 +106,19 @@ class Engine:
         self.received: Counter[RequestId] = Counter()
         self.failures: dict[RequestId, str] = {}
         self.expected: Counter[RequestId] = Counter()
-        self.transport = LoopbackTransport(agent_name(name, rank, incarnation), world.fabric)
-        self.transport.register([Span(self.pool.ctypes.data, self.pool.nbytes, 0)], "DRAM")
+        moves_bytes = world.make_transport(agent_name(name, rank, incarnation), world.fabric)
+        moves_bytes.register([Span(self.pool.ctypes.data, self.pool.nbytes, 0)], "DRAM")
         self.channel = world.make_channel(world.network, port)
         self.results = Results()
         layout = msgspec.structs.replace(self._layout(), **changed)
-        hello = Hello(PROTOCOL_VERSION, name, rank, incarnation, self.transport.local_metadata(), layout)
+        hello = Hello(PROTOCOL_VERSION, name, rank, incarnation, moves_bytes.local_metadata(), layout)
         trace = Trace(None, "test")
         self.rank = Rank(
             hello=hello,
-            transport=self.transport,
+            transport=moves_bytes,
             channel=self.channel,
-            peers=Peers(self.transport, layout),
-            mover=Mover(self.transport, trace, trace),
+            peers=Peers(moves_bytes, layout),
+            mover=Mover(moves_bytes, trace, trace),
             results=self.results,
             source_trace=trace,
             destination_trace=trace,
@@ -150,8 +151,16 @@ class Engine:
 
     # -- what the engine's thread would do ---------------------------------------------------------------------------
 
+    @property
+    def transport(self) -> LoopbackTransport:
+        assert isinstance(self.rank.transport, LoopbackTransport)
+        return self.rank.transport
+
     def turn(self) -> None:
         self.driver.turn()
+        self.collect()
+
+    def collect(self) -> None:
         batch = self.results.take()
         self.sent.update(batch.sent)
         self.received.update(batch.received)
@@ -218,7 +227,11 @@ class Engine:
     @property
     def _is_notified(self) -> bool:
         """Something came through the transport that the driver is going to look at."""
-        return bool(self.transport._inbox) and len(self.driver._destination) > 0
+        return (
+            isinstance(self.rank.transport, LoopbackTransport)
+            and bool(self.transport._inbox)
+            and len(self.driver._destination) > 0
+        )
 
     @property
     def num_transfers(self) -> int:
@@ -234,7 +247,8 @@ class Engine:
     def check(self) -> None:
         assert self.num_transfers == 0, f"{self.name} has transfers left"
         assert not self.rank.mover.is_busy, f"{self.name} has handles left"
-        assert not self.transport._posted
+        if isinstance(self.rank.transport, LoopbackTransport):
+            assert not self.transport._posted
         assert self.sent + self.received == self.expected, f"{self.name} did not report every request exactly once"
         untouched = [block for block in range(NUM_BLOCKS) if block not in self.may_change]
         assert (self.pool[:, untouched] == self.before[:, untouched]).all(), f"{self.name} lost a canary"

@@ -1,0 +1,150 @@
+"""The side channel's words, held by the sockets and by the double that the other tests here stand on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvbaton.errors import PeerLost, UsageError
+from kvbaton.runtime.sidechannel import Caller, Endpoint, Received, SideChannel
+from tests.runtime.memory_channel import HOST, MemoryChannel, Network
+
+PATIENCE_S = 10.0
+Open = Callable[[int], SideChannel]
+
+
+@pytest.fixture(params=["sockets", "memory"])
+def open_channel(request: pytest.FixtureRequest) -> Iterator[Open]:
+    network, opened = Network(), list[SideChannel]()
+
+    def make(port: int = 0) -> SideChannel:
+        opened.append(SideChannel(HOST, port) if request.param == "sockets" else MemoryChannel(network, port))
+        return opened[-1]
+
+    yield make
+    for channel in opened:
+        channel.close()
+
+
+def hear(channel: SideChannel, num_messages: int = 1) -> list[Received]:
+    news, end_s = list[Received](), time.monotonic() + PATIENCE_S
+    while len(news) < num_messages and time.monotonic() < end_s:
+        channel.wait(0.05)
+        news += channel.receive()
+    assert len(news) == num_messages
+    return news
+
+
+def lose(channel: SideChannel) -> list[Endpoint]:
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s:
+        channel.wait(0.05)
+        if lost := channel.lost():
+            return lost
+    raise AssertionError("nothing was lost")
+
+
+def say_until_lost(channel: SideChannel, route: Caller | Endpoint) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end_s:
+        channel.send(route, b"late")
+        channel.wait(0.01)
+
+
+def test_a_call_is_answered_by_the_route_it_came(open_channel: Open) -> None:
+    a, b, c = open_channel(0), open_channel(0), open_channel(0)
+    endpoint = Endpoint(HOST, a.port)
+    b.send(endpoint, b"from b")
+    c.send(endpoint, b"from c")
+    for received in hear(a, 2):
+        a.send(received.route, b"answer to " + received.data)
+    assert hear(b) == [Received(endpoint, b"answer to from b")]
+    assert hear(c) == [Received(endpoint, b"answer to from c")]
+
+
+def test_messages_of_one_caller_keep_their_order(open_channel: Open) -> None:
+    a, b = open_channel(0), open_channel(0)
+    for number in range(50):
+        b.send(Endpoint(HOST, a.port), b"%d" % number)
+    news = hear(a, 50)
+    assert [received.data for received in news] == [b"%d" % number for number in range(50)]
+    assert len({received.route for received in news}) == 1
+
+
+def test_what_was_said_before_hanging_up_still_arrives_but_cannot_be_answered(open_channel: Open) -> None:
+    """What makes a late registration of somebody who gave up recognisable (runtime/source.py relies on it)."""
+    a, b = open_channel(0), open_channel(0)
+    b.send(Endpoint(HOST, a.port), b"hello")
+    (received,) = hear(a)
+    b.hang_up(Endpoint(HOST, a.port))
+    with pytest.raises(PeerLost, match="no longer connected"):
+        say_until_lost(a, received.route)
+
+
+def test_after_hanging_up_a_call_is_a_new_caller(open_channel: Open) -> None:
+    a, b = open_channel(0), open_channel(0)
+    endpoint = Endpoint(HOST, a.port)
+    b.send(endpoint, b"first")
+    (first,) = hear(a)
+    b.hang_up(endpoint)
+    b.hang_up(endpoint)  # idempotent
+    b.send(endpoint, b"second")
+    (second,) = hear(a)
+    assert first.route != second.route
+
+
+def test_a_process_that_ends_is_lost_once(open_channel: Open) -> None:
+    a, b = open_channel(0), open_channel(0)
+    endpoint = Endpoint(HOST, a.port)
+    b.send(endpoint, b"hello")
+    hear(a)
+    assert b.lost() == []
+    a.close()
+    assert lose(b) == [endpoint]
+    assert b.lost() == []
+
+
+def test_a_caller_that_nobody_knows_is_lost(open_channel: Open) -> None:
+    with pytest.raises(PeerLost):
+        open_channel(0).send(Caller(b"nobody"), b"hello")
+
+
+@pytest.mark.parametrize("host", ["no host", "a b/c"])
+def test_an_address_that_cannot_be_called_is_a_lost_peer(open_channel: Open, host: str) -> None:
+    """Found: the socket library's own error came through and ended the transfer thread."""
+    channel = open_channel(0)
+    for _ in range(2):
+        with pytest.raises(PeerLost, match="cannot be called"):
+            channel.send(Endpoint(host, 1), b"hello")
+
+
+def test_close_is_idempotent_and_waking_after_it_is_harmless(open_channel: Open) -> None:
+    """Found: the wake-up wrote to a descriptor that could by then be another file's."""
+    channel = open_channel(0)
+    channel.close()
+    channel.close()
+    channel.wake()
+
+
+def test_a_taken_port_is_named_with_the_remedy() -> None:
+    first = SideChannel(HOST, 0)
+    try:
+        with pytest.raises(UsageError, match=rf"{HOST}:{first.port}.*side_channel_port"):
+            SideChannel(HOST, first.port)
+    finally:
+        first.close()
+
+
+def test_waking_ends_a_wait() -> None:
+    channel = SideChannel(HOST, 0)
+    began_s = time.monotonic()
+    channel.wake()
+    channel.wait(PATIENCE_S)
+    assert time.monotonic() - began_s < PATIENCE_S / 2
+    channel.close()
+
+
+def test_an_ipv6_address_is_written_in_brackets() -> None:
+    assert Endpoint("::1", 7).address == "tcp://[::1]:7"
