@@ -55,7 +55,7 @@ class Transport(ABC):
 
     @abstractmethod
     def local_metadata(self) -> bytes:
-        """What a peer's `connect` needs."""
+        """What a peer's `connect` needs. Raises RegistrationFailed."""
 
     @abstractmethod
     def connect(self, metadata: bytes) -> AgentName:
@@ -85,7 +85,7 @@ class Transport(ABC):
 
     @abstractmethod
     def arrivals(self) -> list[Arrival]:
-        """What peers sent since the last call; also lets the library work."""
+        """What peers sent since the last call; also lets the library work. Raises TransportError when that is broken."""
 
     @abstractmethod
     def close(self) -> None:

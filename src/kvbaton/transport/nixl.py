@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.errors import PeerLost, PostFailed, RegistrationFailed, Unsupported
+from kvbaton.errors import PeerLost, PostFailed, RegistrationFailed, TransportError, Unsupported
 from kvbaton.geometry.descriptors import Descriptors
 from kvbaton.geometry.mapping import Int64Array
 from kvbaton.transport.base import AgentName, Arrival, Handle, Operation, Progress, Span, Transport
@@ -83,7 +83,7 @@ class NixlTransport(Transport):
             self._registration = self._agent.register_memory(
                 [(span.address, span.num_bytes, span.device_id, "") for span in spans], memory_kind
             )
-        except self._errors as error:
+        except (*self._errors, KeyError) as error:  # KeyError: a kind of memory that it does not know
             total = sum(span.num_bytes for span in spans)
             raise RegistrationFailed(
                 f"NIXL could not register {len(spans)} spans, {total} bytes of {memory_kind}: {error}. "
@@ -91,7 +91,10 @@ class NixlTransport(Transport):
             ) from error
 
     def local_metadata(self) -> bytes:
-        return bytes(self._agent.get_agent_metadata())
+        try:
+            return bytes(self._agent.get_agent_metadata())
+        except self._errors as error:
+            raise RegistrationFailed(f"NIXL could not describe itself: {error}") from error
 
     def connect(self, metadata: bytes) -> AgentName:
         try:
@@ -170,7 +173,10 @@ class NixlTransport(Transport):
             raise PostFailed(f"NIXL could not notify {peer}: {error}") from error
 
     def arrivals(self) -> list[Arrival]:
-        news = self._agent.get_new_notifs()
+        try:
+            news = self._agent.get_new_notifs()
+        except self._errors as error:
+            raise TransportError(f"NIXL could not look for notifications: {error}") from error
         return [Arrival(AgentName(sender), data) for sender, many in news.items() for data in many]
 
     def close(self) -> None:
@@ -179,5 +185,8 @@ class NixlTransport(Transport):
         for peer in list(self._peers):
             self.disconnect(peer)
         if self._registration is not None:
-            self._agent.deregister_memory(self._registration)
+            try:
+                self._agent.deregister_memory(self._registration)
+            except self._errors as error:
+                logging.getLogger(__name__).warning("NIXL could not deregister memory: %s", error)
             self._registration = None
