@@ -41,8 +41,11 @@ def test_every_exception_becomes_one_of_ours_wherever_it_comes_from(
 ) -> None:
     transport = NixlTransport("engine a/0/1")
     real = transport._agent
+    mems = real.nixl_mems
 
     class Failing:
+        nixl_mems = mems
+
         def __getattr__(self, name: str) -> object:
             def fail(*_args: object, **_kwargs: object) -> NoReturn:
                 raise error(name)

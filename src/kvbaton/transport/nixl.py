@@ -77,13 +77,15 @@ class NixlTransport(Transport):
         self._peers: set[AgentName] = set()
 
     def register(self, spans: Sequence[Span], memory_kind: str) -> None:
+        if memory_kind not in self._agent.nixl_mems:
+            raise RegistrationFailed(f"NIXL moves {', '.join(self._agent.nixl_mems)}, not {memory_kind}")
         self._memory_kind = memory_kind
         self._device_id = spans[0].device_id
         try:
             self._registration = self._agent.register_memory(
                 [(span.address, span.num_bytes, span.device_id, "") for span in spans], memory_kind
             )
-        except (*self._errors, KeyError) as error:  # KeyError: a kind of memory that it does not know
+        except self._errors as error:
             total = sum(span.num_bytes for span in spans)
             raise RegistrationFailed(
                 f"NIXL could not register {len(spans)} spans, {total} bytes of {memory_kind}: {error}. "
