@@ -147,7 +147,7 @@ def test_ctrl_c_leaves_nothing_and_keeps_earlier_files(tmp_path: Path, words: li
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if "kvbaton push" in line and "requests answered" in line:
+        if "kvbaton push" in line and "answered" in line:
             break
     process.send_signal(signal.SIGINT)
     rest, _ = process.communicate(timeout=PATIENCE_S)

@@ -229,11 +229,11 @@ class Bench:
             random.Random(_WARM_UP_SEED),  # noqa: S311
             vocabulary_tokens=surroundings.vocabulary_tokens(self._setup.model),
         )
-        with _showing(deployment, "warm-up", progress_for(self._out)) as show:
+        with _showing("warm-up", progress_for(self._out)) as show:
             deadline_s = self._settings.deadline_s
             finished: list[RequestRecord] = []
             for number, each in enumerate(planned):
-                show(f"{number} of {len(planned)} requests answered")
+                show(f"{number} of {len(planned)} answered")
                 alone = [msgspec.structs.replace(each, due_s=0.0)]
                 sent_s = time.monotonic()
                 finished += run_load(
@@ -263,7 +263,7 @@ class Bench:
             command=settings.bench_command,
         )
         cpu_before_s = surroundings.cpu_s(deployment.instances)
-        with _showing(deployment, round_.mode.title, progress_for(self._out)) as show:
+        with _showing(round_.mode.title, progress_for(self._out)) as show:
             records = run_bench(run, attend=deployment.attend, deadline_s=settings.deadline_s, on_progress=show)
         return RunReport(
             iteration=round_.iteration,
@@ -286,20 +286,19 @@ def _blame_the_dead(deployment: Deployment) -> None:
 class _Shown:
     """A line of progress with its own clock."""
 
-    def __init__(self, deployment: Deployment, name: str, progress: Progress) -> None:
-        self._deployment = deployment
+    def __init__(self, name: str, progress: Progress) -> None:
         self._name = name
         self._progress = progress
         self._began_s = time.monotonic()
 
     def __call__(self, stage: str) -> None:
         elapsed_s = time.monotonic() - self._began_s
-        self._progress.update([Row(self._name, self._deployment.router_url, stage, elapsed_s, ready=False)])
+        self._progress.update([Row(self._name, "", stage, elapsed_s, ready=False)])
 
 
 @contextlib.contextmanager
-def _showing(deployment: Deployment, name: str, progress: Progress) -> Iterator[_Shown]:
+def _showing(name: str, progress: Progress) -> Iterator[_Shown]:
     try:
-        yield _Shown(deployment, name, progress)
+        yield _Shown(name, progress)
     finally:
         progress.done()

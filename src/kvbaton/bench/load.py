@@ -123,7 +123,7 @@ def _records(run: BenchRun) -> tuple[RequestRecord, ...]:
 
 def _is_over(child: Child, run: BenchRun, give_up_at_s: float, on_progress: Callable[[str], None]) -> bool:
     counts = _TQDM.findall("\n".join(last_lines(str(run.log_path), 3)))
-    on_progress(f"{counts[-1][0]} of {counts[-1][1]} requests answered" if counts else "the load generator starts")
+    on_progress(f"{counts[-1][0]} of {counts[-1][1]} answered" if counts else "the load generator starts")
     return child.exit_code() is not None or time.monotonic() > give_up_at_s
 
 

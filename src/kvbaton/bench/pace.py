@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from kvbaton.bench.workload import Workload
 
-_OCCUPATION = 0.5
-"""Of the prefill engine. Queues grow without end near 1, and in bursts well before."""
+_OCCUPATION = 0.65
+"""Of the prefill engine, were all prompts as long as the one that was timed. Near 1 queues grow without end."""
 _MOST_PER_S = 4.0
 
 
@@ -21,7 +21,7 @@ def paced_workload(
     output_tokens: int,
     num_requests: tuple[int, int],
 ) -> Workload:
-    """A load that a machine sustains which took `prefill_s` for one prompt; between so many requests."""
+    """A load that a machine sustains which took `prefill_s` for the longest prompt; between so many requests."""
     rate_per_s = min(_OCCUPATION / max(prefill_s, 1e-3), _MOST_PER_S)
     fitting = int(watch_s * rate_per_s)
     least, most = num_requests

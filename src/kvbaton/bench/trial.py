@@ -62,8 +62,8 @@ class Trial:
 
         def watch(over: Callable[[], bool]) -> bool:
             is_over = over()
-            stage = f"{finished} of {len(planned)} requests answered"
-            row = Row(self._title, self._url, stage, time.monotonic() - started_s, ready=False)
+            stage = f"{finished} of {len(planned)} answered"
+            row = Row(self._title, "", stage, time.monotonic() - started_s, ready=False)
             if len(planned) > 1 and not is_over:
                 self._progress.update([row])
             return is_over
