@@ -160,3 +160,6 @@ class WorkerSide:
         """Idempotent."""
         if self._driver is not None:
             self._driver.stop()
+        else:  # the engine did not get as far as its cache
+            self._transport.close()
+            self._channel.close()
