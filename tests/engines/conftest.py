@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.engines.asking import Answer, ask_all, metric
-from tests.engines.prompts import PROMPTS, Prompt
-from tests.engines.routing import second_router
 
 from kvbaton.launch.models import resolve_model
 from kvbaton.launch.spec import Connector, DeploymentSpec
 from kvbaton.launch.supervisor import Deployment, Instance
 from kvbaton.types import Direction
+from tests.engines.asking import Answer, ask_all, metric
+from tests.engines.prompts import PROMPTS, Prompt
+from tests.engines.routing import second_router
 
 MAX_BATCHED_TOKENS = 512
 """Small, so that prompts of more than one chunk are cheap."""

@@ -7,11 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from kvbaton.types import Direction
 from tests.engines.asking import NUM_TOKENS, Answer, ask_all, metric
 from tests.engines.conftest import Pair, wait_until_empty
 from tests.engines.prompts import PROMPTS, Prompt
-
-from kvbaton.types import Direction
 
 pytestmark = pytest.mark.engines
 

@@ -6,11 +6,11 @@ import json
 import time
 
 import pytest
+
+from kvbaton.types import Direction
 from tests.engines.asking import Answer, ask, post
 from tests.engines.conftest import Pair, wait_until_empty
 from tests.engines.prompts import PROMPTS, Prompt
-
-from kvbaton.types import Direction
 
 pytestmark = pytest.mark.engines
 

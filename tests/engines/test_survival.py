@@ -11,12 +11,12 @@ import time
 import urllib.parse
 
 import pytest
+
+from kvbaton.types import Direction
 from tests.engines.asking import Answer, ask
 from tests.engines.conftest import Pair, wait_until_empty
 from tests.engines.prompts import PROMPTS, Prompt
 from tests.engines.routing import wait_healthy
-
-from kvbaton.types import Direction
 
 pytestmark = pytest.mark.engines
 

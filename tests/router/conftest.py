@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from tests.router.scripted import Router, ScriptedEngine, complete, prefill, run_router
 
 from kvbaton.router.serve import RouterConfig
+from tests.router.scripted import Router, ScriptedEngine, complete, prefill, run_router
 
 StartRouter = Callable[..., Awaitable[Router]]
 

@@ -10,6 +10,8 @@ import json
 import openai
 import pytest
 from aiohttp import web
+
+from kvbaton.types import Direction
 from tests.router.conftest import StartRouter
 from tests.router.scripted import (
     MODEL,
@@ -24,8 +26,6 @@ from tests.router.scripted import (
     reset,
     stream,
 )
-
-from kvbaton.types import Direction
 
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 8}
 STREAM = {**BODY, "stream": True}

@@ -6,6 +6,9 @@ import asyncio
 import json
 
 import pytest
+
+from kvbaton.router.policy import Policy
+from kvbaton.types import Direction
 from tests.router.conftest import StartRouter
 from tests.router.scripted import (
     MODEL,
@@ -17,9 +20,6 @@ from tests.router.scripted import (
     prefill_when_told,
     stream,
 )
-
-from kvbaton.router.policy import Policy
-from kvbaton.types import Direction
 
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 8}
 

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-from tests.router.scripted import MODEL, PATIENCE_S, ScriptedEngine, prefill_when_told, stream
 
 from kvbaton.errors import UsageError
 from kvbaton.router.serve import RouterConfig, serve
+from tests.router.scripted import MODEL, PATIENCE_S, ScriptedEngine, prefill_when_told, stream
 
 STREAM = {"model": MODEL, "prompt": "hello", "stream": True}
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.router.conftest import StartRouter
-from tests.router.scripted import MODEL, Router, ScriptedEngine, answer, error_of, prefill_when_told
 
 from kvbaton.errors import UsageError
 from kvbaton.router.app import build_app
 from kvbaton.router.settings import RouterConfig
 from kvbaton.types import Direction
+from tests.router.conftest import StartRouter
+from tests.router.scripted import MODEL, Router, ScriptedEngine, answer, error_of, prefill_when_told
 
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 8}
 

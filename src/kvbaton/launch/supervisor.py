@@ -31,7 +31,7 @@ from kvbaton.launch.state import DeploymentState, Phase, ProcessState, RunDir, t
 _TICK_S = 0.1
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked for the end
+class Interrupted(Exception):
     """Stop was asked for while a deployment was starting."""
 
 

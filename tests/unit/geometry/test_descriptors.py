@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.geometry.layouts import layout, region
 
 from kvbaton.errors import RemoteProtocolError
 from kvbaton.geometry.descriptors import Descriptors, block_range, describe
 from kvbaton.geometry.layout import Region
 from kvbaton.geometry.mapping import PeerMapping, map_layouts
+from tests.unit.geometry.layouts import layout, region
 
 
 def rows(descriptors: Descriptors) -> list[tuple[int, int, int]]:

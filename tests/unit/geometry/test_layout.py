@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.geometry.layouts import layout, region
 
 from kvbaton.errors import Incompatible, RemoteProtocolError
 from kvbaton.geometry.layout import MAX_REGIONS, require_compatible
+from tests.unit.geometry.layouts import layout, region
 
 
 def test_a_region_ends_where_its_last_block_does_not_where_the_next_would_start() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.geometry.layouts import layout, region
 
 from kvbaton.errors import Incompatible
 from kvbaton.geometry.mapping import map_layouts
+from tests.unit.geometry.layouts import layout, region
 
 
 def test_regions_pair_by_layer_name_not_by_position() -> None:
