@@ -7,8 +7,18 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from kvbaton.protocol.messages import Ended, Register, encode
-from kvbaton.runtime.sidechannel import Endpoint
+from kvbaton.protocol.messages import (
+    Accepted,
+    Connected,
+    Ended,
+    Offer,
+    Register,
+    Release,
+    SegmentLanded,
+    encode,
+)
+from kvbaton.protocol.rendezvous import Deadlines
+from kvbaton.runtime.sidechannel import Caller, Endpoint
 from kvbaton.transport.loopback import Fabric, Fate
 from kvbaton.types import Direction, EngineId, Outcome, RequestId, TransferId
 from tests.runtime.memory_channel import HOST, MemoryChannel
@@ -844,4 +854,140 @@ def test_another_protocol_version_is_refused_with_both_numbers(version: int) -> 
     d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
     world.run()
     assert f"1 on this engine, {version} on the peer" in failure_of(d)
+    world.check()
+
+
+def test_what_a_prefill_side_must_not_say_is_dropped() -> None:
+    """And the other way round: each end obeys only the messages that are for it."""
+    world = World()
+    p, d = world.pair()
+    d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
+    world.run()
+    caller = Caller(b"0")
+    p.channel.send(caller, encode(Connected()))
+    d.channel.send(Endpoint(HOST, p.channel.port), encode(Accepted(TID)))
+    world.run()
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    world.run()
+    assert d.holds(D_BLOCKS, p, P_BLOCKS)
+    world.check()
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", encode(SegmentLanded("t", 0, 0, is_last=True, producer_rank=7))])
+def test_a_notification_that_means_nothing_is_dropped(data: bytes) -> None:
+    world = World()
+    p, d = world.pair()
+    d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
+    world.run()
+    p.transport.notify(d.transport._name, data)
+    world.run()
+    assert not d.received
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    world.run()
+    assert d.holds(D_BLOCKS, p, P_BLOCKS)
+    world.check()
+
+
+def test_a_landing_told_by_an_engine_that_has_no_business_with_it_is_dropped() -> None:
+    world = World()
+    p, d = world.pair()
+    stranger = world.engine("stranger")
+    d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
+    world.run()
+    stranger.transport.connect(d.transport.local_metadata())
+    stranger.transport.notify(d.transport._name, encode(SegmentLanded("t", 0, 0, is_last=True)))
+    world.run()
+    assert not d.received
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    world.run()
+    assert d.holds(D_BLOCKS, p, P_BLOCKS)
+    world.check()
+
+
+@pytest.mark.parametrize("engine_id", ["other", "P"])
+def test_an_offer_is_believed_only_from_the_engine_that_was_asked_and_of_the_same_prompt(engine_id: str) -> None:
+    world = World()
+    p, d = world.pair()
+    d.open_destination(p.ticket(PULL), NUM_TOKENS, D_BLOCKS)
+    world.run()
+    hello = msgspec.structs.replace(p.rank.hello, engine_id=engine_id)
+    p.channel.send(Caller(b"0"), encode(Offer(TID, 17, ((3, 4, 5, 9, 2),), 30.0, hello)))
+    world.run()
+    assert ("engine other answers for P" if engine_id == "other" else "18 tokens here and 17") in failure_of(d)
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    world.run()
+    d.may_change.clear()
+    world.check()
+
+
+def test_an_offer_of_blocks_that_are_not_there_fails_the_read() -> None:
+    world = World()
+    p, d = world.pair()
+    d.open_destination(p.ticket(PULL), NUM_TOKENS, D_BLOCKS)
+    world.run()
+    p.channel.send(Caller(b"0"), encode(Offer(TID, NUM_TOKENS, ((3, 4, 5, 9, 99),), 30.0, p.rank.hello)))
+    world.run()
+    assert "the peer's block ids span 3 to 99; the registered cache has 24 blocks" in failure_of(d)
+    d.may_change.clear()
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    world.run()
+    world.check()
+
+
+def test_a_cancellation_by_the_prefill_side_ends_a_read() -> None:
+    """The lease ran out while the reader was slow: it stops, says so, and only then are the blocks reused."""
+    world = World(fabric=script(Fate(delay_polls=FOREVER)), deadlines=Deadlines(offered_s=3.0, draining_s=60.0))
+    p, d = world.pair()
+    d.open_destination(p.ticket(PULL), NUM_TOKENS, D_BLOCKS)
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    turn_all(world)
+    world.now_s += 4.0
+    p.turn()  # the reader had no time to renew
+    turn_all(world)
+    assert not p.sent
+    land(d)
+    world.run()
+    assert "offered" in failure_of(d)
+    world.check()
+
+
+def test_a_release_for_another_engine_or_of_a_registered_transfer_changes_nothing() -> None:
+    world = World()
+    p, d = world.pair()
+    d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
+    world.run()
+    for to_engine_id in ("other", "P"):
+        d.channel.send(Endpoint(HOST, p.channel.port), encode(Release(TID, to_engine_id)))
+    world.run()
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    world.run()
+    assert d.holds(D_BLOCKS, p, P_BLOCKS)
+    world.check()
+
+
+def test_an_introduction_that_is_not_the_senders_is_refused() -> None:
+    world = World()
+    p, d = world.pair()
+    d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
+    register = Register(TransferId("u"), "P", "not d's", PUSH, 0, 4, ((1,),), d.rank.hello)
+    d.channel.send(Endpoint(HOST, p.channel.port), encode(register))
+    world.run()
+    assert p.num_transfers == 1
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    world.run()
+    world.check()
+
+
+def test_one_incarnation_is_one_engine() -> None:
+    """Found: a second engine under the same incarnation was taken for the first, and written to in its place."""
+    world = World()
+    p, d = world.pair()
+    double = world.engine("double", incarnation=d.rank.hello.incarnation)
+    d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
+    world.run()
+    double.open_destination(p.ticket(tid=TransferId("u")), 4, [20])
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    world.run()
+    assert "is engine D's" in failure_of(double)
+    assert d.holds(D_BLOCKS, p, P_BLOCKS)
     world.check()

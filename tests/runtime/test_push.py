@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvbaton.runtime.events import SourceRevoked
+from kvbaton.runtime.events import SourceAdvanced, SourceRevoked
 from kvbaton.transport.loopback import Fabric, Fate
 from kvbaton.types import RequestId
 from tests.runtime.world import TID, World
@@ -277,4 +277,51 @@ def test_what_landed_whole_is_delivered_even_when_its_prefill_is_preempted_meanw
     p.advance(NUM_TOKENS, P_BLOCKS, generation=1)
     p.finish()
     world.run()
+    world.check()
+
+
+class Device:
+    """A stream of work that has passed our mark, or not yet."""
+
+    is_past = False
+
+    def query(self) -> bool:
+        return self.is_past
+
+
+def test_nothing_is_sent_before_the_device_has_computed_it() -> None:
+    world = World()
+    p, d = world.pair()
+    d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
+    p.open_source()
+    device = Device()
+    p.driver.submit([SourceAdvanced(TID, RequestId("p"), 0, NUM_TOKENS, True, (tuple(P_BLOCKS),), device)])
+    p.finish()
+    world.run()
+    assert world.fabric.num_operations == 1  # the greeting
+    device.is_past = True
+    world.run()
+    assert d.holds(D_BLOCKS, p, P_BLOCKS)
+    world.check()
+
+
+def test_what_the_device_still_computes_of_a_preempted_prefill_is_not_sent() -> None:
+    world = World()
+    p, d = world.pair()
+    d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
+    p.open_source()
+    world.run()
+    device = Device()
+    p.driver.submit([SourceAdvanced(TID, RequestId("p"), 0, 8, False, ((20, 21),), device)])
+    world.run()
+    released = threading.Event()
+    p.driver.submit([SourceRevoked(TID, RequestId("p"), released)])
+    device.is_past = True
+    world.run()
+    assert released.is_set()
+    assert world.fabric.num_operations == 1
+    p.advance(NUM_TOKENS, P_BLOCKS, generation=1)
+    p.finish()
+    world.run()
+    assert d.holds(D_BLOCKS, p, P_BLOCKS)
     world.check()

@@ -175,15 +175,14 @@ class SourceEnd:
         if refusal is not None:
             self._say(caller, Ended(transfer_id, *refusal))
             return
-        peer = self._rank.peers.find(register.from_incarnation)
-        if peer is None and register.hello is None:
-            self._say(caller, HelloWanted(transfer_id))
-            return
         try:
-            peer = peer or self._greet(register)
+            peer = self._rank.peers.find(register.from_incarnation) if register.hello is None else self._greet(register)
         except BatonError as error:
             logger.warning("Transfer %s refused: %s", transfer_id, error)
             self._say(caller, Ended(transfer_id, Outcome.FAILED, str(error)))
+            return
+        if peer is None:
+            self._say(caller, HelloWanted(transfer_id))
             return
         known = self._transfers[transfer_id].destination if transfer_id in self._transfers else None
         if known is not None and (known.peer is not peer or not _is_same(known.register, register)):

@@ -5,6 +5,7 @@ Invariant: tracing never fails a transfer. When the file cannot be written, one 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -35,9 +36,11 @@ class Trace:
             self._file.write(json.dumps(line) + "\n")
         except OSError as error:
             logger.warning("The timeline ends here: %s", error)
-            self._file = None
+            self.close()
 
     def close(self) -> None:
+        """Idempotent."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what a full disk did not take is written again on closing
+                self._file.close()
             self._file = None
