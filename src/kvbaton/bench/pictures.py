@@ -219,3 +219,4 @@ def _plain(axes: Axes) -> None:
     axes.grid(axis="x", color="#dddddd", lw=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(axis="x", labelsize=8)
+    axes.locator_params(axis="x", nbins=6)

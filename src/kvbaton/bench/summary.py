@@ -16,7 +16,9 @@ from kvbaton.bench.workload import Workload
 CORES_NOTE = (
     "How to read it: every row has the same cores. One engine alone can use all of them for each prompt (TTFT), but prompts\n"
     "hold up its decoding; the pair gives each engine its share, and its decode is not held up by other people's prompts\n"
-    "(TPOT). A small load on a small machine shows that the handoff works and what it costs, not what it gains on a cluster."
+    "(TPOT). One run of a few requests each, at a rate set by this machine's prefill: which row is ahead changes with the\n"
+    "rate and from run to run. It shows that the handoff works and what it costs, not what it gains on a cluster; for\n"
+    "figures to compare, use `kvbaton bench compare` with --iterations 3 or more."
 )
 _LOAD_NOTE = (
     "Arrivals and lengths are the same, prompts fresh for each. Sent by kvbaton's own small client; `kvbaton bench compare` "
