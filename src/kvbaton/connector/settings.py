@@ -39,7 +39,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: Positive = 10.0
     """How long a cancelled transfer may take to come to rest before the peer is fenced."""
 
-    idle_wait_s: Annotated[float, msgspec.Meta(ge=0, le=0.1)] = 0.002
+    idle_wait_s: Annotated[float, msgspec.Meta(ge=0, le=0.1)] = 0.005
     """In a step with nothing to compute, how long to sleep for news of a transfer."""
 
     is_streaming: bool = msgspec.field(name="streaming", default=True)
