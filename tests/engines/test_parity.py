@@ -13,7 +13,7 @@ from tests.engines.asking import NUM_TOKENS, Answer, ask_all, metric
 from tests.engines.conftest import Pair, wait_until_empty
 from tests.engines.prompts import PROMPTS, Prompt
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
 
 
 def events_of(trace_path: Path | None) -> list[dict[str, object]]:

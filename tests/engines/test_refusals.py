@@ -12,7 +12,7 @@ from tests.engines.asking import Answer, ask, post
 from tests.engines.conftest import Pair, wait_until_empty
 from tests.engines.prompts import PROMPTS, Prompt
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
 
 GOOD = PROMPTS[5]
 

@@ -18,7 +18,7 @@ from tests.engines.conftest import Pair, wait_until_empty
 from tests.engines.prompts import PROMPTS, Prompt
 from tests.engines.routing import wait_healthy
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1500)]
 
 LONG = tuple(range(3, 253)) * 16
 """4,000 tokens: seconds of prefill, so there is time to leave."""

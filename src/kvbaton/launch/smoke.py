@@ -5,6 +5,7 @@ Invariant: a missing, empty or half-written trace is "unknown", never an error; 
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import threading
 import time
@@ -41,6 +42,8 @@ class _Event(msgspec.Struct, frozen=True):
     event: str
     num_bytes: int = 0
     move_s: float = 0.0
+    outcome: str = ""
+    reason: str = ""
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -57,33 +60,42 @@ def first_request(deployment: Deployment) -> str:
     started_s = time.monotonic()
     answer = _complete(deployment)
     elapsed_s = time.monotonic() - started_s
+    traces = [path for instance in deployment.instances if (path := instance.trace_path)]
     if answer is None or not answer.ok:
         said = (
             "no answer" if answer is None else f"status {answer.status}: {answer.body[:300].decode(errors='replace')}"
         )
         raise deployment_error(
-            f"the first request through {deployment.router_url} failed: {said}",
+            f"the first request through {deployment.router_url} failed: {said}{_why_not(traces)}",
             f"Read {deployment.router.log_path} and the engines' logs beside it.",
         )
-    traces = [path for instance in deployment.instances if (path := instance.trace_path)]
     return f"first request: {_tokens(answer)} in {elapsed_s:.2f} s{_kv_text(_patiently(traces))}"
 
 
 def moved(traces: Iterable[Path]) -> Moved | None:
     """The sum of all `segment_moved` events; None when there are none."""
+    found = [event for event in _events(traces) if event.event == "segment_moved"]
+    if not found:
+        return None
+    return Moved(sum(each.num_bytes for each in found), sum(each.move_s for each in found), len(found))
+
+
+def _why_not(traces: Iterable[Path]) -> str:
+    """What the engines' own traces say of a transfer that did not deliver, or nothing."""
+    closed = [event for event in _events(traces) if event.event == "closed" and event.reason]
+    undelivered = [event.reason for event in closed if event.outcome != "delivered"]
+    return f". The KV did not arrive: {undelivered[-1]}" if undelivered else ""
+
+
+def _events(traces: Iterable[Path]) -> list[_Event]:
     decoder = msgspec.json.Decoder(_Event)
     found: list[_Event] = []
     for path in traces:
         for line in path.read_bytes().splitlines() if path.exists() else ():
-            try:
-                event = decoder.decode(line)
-            except msgspec.DecodeError:
-                continue  # the writer is in the middle of this line
-            if event.event == "segment_moved":
-                found.append(event)
-    if not found:
-        return None
-    return Moved(sum(each.num_bytes for each in found), sum(each.move_s for each in found), len(found))
+            # The writer may be in the middle of the last line.
+            with contextlib.suppress(msgspec.DecodeError):
+                found.append(decoder.decode(line))
+    return found
 
 
 def _complete(deployment: Deployment) -> Answer | None:
