@@ -46,7 +46,7 @@ logger = logging.getLogger("vllm.kvbaton")
 
 class WorkerSide:
     def __init__(self, settings: ConnectorSettings, engine_id: EngineId, *, rank: int) -> None:
-        """The side channel is bound, so that a taken port is found before the model loads. Raises UsageError, Unsupported."""
+        """The side channel is bound: a taken port ends the engine here, with its number. Raises UsageError, Unsupported."""
         self._settings = settings
         self._engine_id = engine_id
         self._rank_number = rank
