@@ -31,9 +31,7 @@ def everything(draw: st.DrawFn) -> list[Landed]:
 
 
 @given(everything(), st.data())
-def test_complete_exactly_when_the_newest_generation_is_all_here(
-    landed: list[Landed], data: st.DataObject
-) -> None:
+def test_complete_exactly_when_the_newest_generation_is_all_here(landed: list[Landed], data: st.DataObject) -> None:
     newest = {each for each in landed if each.generation == landed[-1].generation}
     order = data.draw(st.permutations(landed + data.draw(st.lists(st.sampled_from(landed), max_size=5))))
     receipt, seen = Receipt(), set[Landed]()

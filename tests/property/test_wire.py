@@ -141,9 +141,9 @@ def test_params_give_a_ticket_or_nothing_or_are_refused(params: dict[str, Json],
     except InvalidParams:
         return
     if isinstance(ticket, PrefillTicket):
-        assert decode_side(encode(Renew(ticket.transfer_id)))
+        assert decode_side(encode(Renew(ticket.transfer_id, "i")))
     elif isinstance(ticket, DecodeTicket):
-        register = Register(ticket.transfer_id, ticket.engine_id, "i", ticket.direction, 0, 1, ((1,),))
+        register = Register(ticket.transfer_id, ticket.engine_id, "i", ticket.direction, 0, 1, ((1,),), 1.0)
         assert decode_side(encode(register)) == register
 
 

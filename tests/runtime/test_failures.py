@@ -173,7 +173,7 @@ def test_a_registration_said_again_in_another_way_is_refused() -> None:
     world.run()
     transfer = p.driver._source._transfers[TID]
     assert transfer.destination is not None
-    again = Register(TID, "P", d.rank.hello.incarnation, PULL, 0, NUM_TOKENS, (tuple(D_BLOCKS),))
+    again = Register(TID, "P", d.rank.hello.incarnation, PULL, 0, NUM_TOKENS, (tuple(D_BLOCKS),), 10.0)
     d.channel.send(Endpoint(HOST, p.channel.port), encode(again))
     p.turn()
     assert transfer.destination.register.direction is PUSH
@@ -199,7 +199,7 @@ def test_block_lists_of_too_few_groups_fail_the_transfer() -> None:
     p, d = world.pair()
     p.prefill(NUM_TOKENS, P_BLOCKS)
     d.open_destination(p.ticket(), NUM_TOKENS, [])
-    register = Register(TID, "P", d.rank.hello.incarnation, PUSH, 0, NUM_TOKENS, (), d.rank.hello)
+    register = Register(TID, "P", d.rank.hello.incarnation, PUSH, 0, NUM_TOKENS, (), 10.0, 1, d.rank.hello)
     d.channel.send(Endpoint(HOST, p.channel.port), encode(register))
     world.run()
     assert failure_of(d)
@@ -433,7 +433,7 @@ def test_a_peer_that_calls_it_delivered_does_not_end_our_writing() -> None:
     d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
     p.prefill(NUM_TOKENS, P_BLOCKS)
     turn_all(world)
-    d.channel.send(Endpoint(HOST, p.channel.port), encode(Ended(TID, Outcome.DELIVERED)))
+    d.channel.send(Endpoint(HOST, p.channel.port), encode(Ended(TID, d.rank.incarnation, Outcome.DELIVERED)))
     turn_all(world)
     assert not p.sent
     land(p)
@@ -807,7 +807,7 @@ def test_a_decode_engine_restarted_replaces_its_old_self() -> None:
 # -- strangers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [b"", b"garbage", b"\x91" * 5000, encode(Ended("nobody's", Outcome.FAILED))])
+@pytest.mark.parametrize("data", [b"", b"garbage", b"\x91" * 5000, encode(Ended("nobody's", "i", Outcome.FAILED))])
 def test_what_a_stranger_says_changes_nothing(data: bytes) -> None:
     world = World()
     p, d = world.pair()
@@ -833,7 +833,7 @@ def test_a_stranger_cannot_replace_a_peer_it_cannot_be() -> None:
     world.run()
     fake = world.engine("fake")
     hello = fake.rank.hello.__class__(1, "D", 0, "stolen", fake.rank.hello.agent_metadata, fake.rank.hello.layout)
-    register = Register(second, "P", "stolen", PUSH, 0, NUM_TOKENS, (tuple(D_BLOCKS),), hello)
+    register = Register(second, "P", "stolen", PUSH, 0, NUM_TOKENS, (tuple(D_BLOCKS),), 10.0, 1, hello)
     fake.channel.send(Endpoint(HOST, p.channel.port), encode(register))
     world.run()
     assert p.rank.peers.find(d.rank.hello.incarnation) is not None
@@ -873,7 +873,7 @@ def test_what_a_prefill_side_must_not_say_is_dropped() -> None:
     world.check()
 
 
-@pytest.mark.parametrize("data", [b"", b"garbage", encode(SegmentLanded("t", 0, 0, is_last=True, producer_rank=7))])
+@pytest.mark.parametrize("data", [b"", b"garbage", encode(SegmentLanded("t", 0, 0, is_last=True))])
 def test_a_notification_that_means_nothing_is_dropped(data: bytes) -> None:
     world = World()
     p, d = world.pair()
@@ -969,7 +969,7 @@ def test_an_introduction_that_is_not_the_senders_is_refused() -> None:
     world = World()
     p, d = world.pair()
     d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
-    register = Register(TransferId("u"), "P", "not d's", PUSH, 0, 4, ((1,),), d.rank.hello)
+    register = Register(TransferId("u"), "P", "not d's", PUSH, 0, 4, ((1,),), 10.0, 1, d.rank.hello)
     d.channel.send(Endpoint(HOST, p.channel.port), encode(register))
     world.run()
     assert p.num_transfers == 1

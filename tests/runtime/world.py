@@ -106,8 +106,7 @@ class Engine:
         self.received: Counter[RequestId] = Counter()
         self.failures: dict[RequestId, str] = {}
         self.expected: Counter[RequestId] = Counter()
-        moves_bytes = world.make_transport(agent_name(name, rank, incarnation), world.fabric)
-        moves_bytes.register([Span(self.pool.ctypes.data, self.pool.nbytes, 0)], "DRAM")
+        moves_bytes = self._open_transport(agent_name(name, rank, incarnation))
         self.channel = world.make_channel(world.network, port)
         self.results = Results()
         layout = msgspec.structs.replace(self._layout(), **changed)
@@ -115,6 +114,7 @@ class Engine:
         trace = Trace(None, "test")
         self.rank = Rank(
             hello=hello,
+            open_transport=self._open_transport,
             transport=moves_bytes,
             channel=self.channel,
             peers=Peers(moves_bytes, layout),
@@ -126,6 +126,11 @@ class Engine:
             clock=lambda: world.now_s,
         )
         self.driver = Driver(self.rank)
+
+    def _open_transport(self, name: str) -> Transport:
+        opened = self.world.make_transport(name, self.world.fabric)
+        opened.register([Span(self.pool.ctypes.data, self.pool.nbytes, 0)], "DRAM")
+        return opened
 
     def _layout(self) -> KVLayout:
         layer_bytes = NUM_BLOCKS * BLOCK_BYTES

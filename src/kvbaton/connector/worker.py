@@ -35,6 +35,7 @@ from kvbaton.runtime.peers import Peers, agent_name
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import SideChannel
 from kvbaton.runtime.trace import Trace
+from kvbaton.transport.base import Transport
 from kvbaton.transport.nixl import NixlTransport
 from kvbaton.types import EngineId, RequestId, TransferId
 
@@ -75,12 +76,19 @@ class WorkerSide:
             agent_metadata=self._transport.local_metadata(),
             layout=layout,
         )
+
+        def open_transport(name: str) -> Transport:
+            transport = NixlTransport(name, self._settings.backends)
+            transport.register(spans, layout.memory_kind)
+            return transport
+
         settings = self._settings
         path = settings.trace_path and settings.trace_path.replace("{rank}", str(self._rank_number))
         source_trace = Trace(path, "prefill")
         destination_trace = Trace(path, "decode")
         rank = Rank(
             hello=hello,
+            open_transport=open_transport,
             transport=self._transport,
             channel=self._channel,
             peers=Peers(self._transport, layout),

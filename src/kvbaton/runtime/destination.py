@@ -86,6 +86,7 @@ class DestinationEnd:
             rank,
             _endpoint_of(ticket, rank),
             num_readers=num_readers(self._rank.hello.layout, ticket.tp_size, rank),
+            incarnation=self._rank.incarnation,
             rendezvous=Rendezvous(self._rank.deadlines, now_s),
             renew_at_s=now_s + self._renew_interval_s,
             unanswered_at_s=now_s + CONNECT_TIMEOUT_S,
@@ -120,16 +121,16 @@ class DestinationEnd:
         register = Register(
             transfer_id=leg.transfer_id,
             to_engine_id=opened.ticket.engine_id,
-            from_incarnation=self._rank.incarnation,
+            from_incarnation=leg.incarnation,
             direction=leg.direction,
             first_token=opened.first_token,
             num_tokens=opened.num_tokens,
             blocks=opened.blocks,
             grace_s=self._rank.deadlines.draining_s,
             num_readers=leg.num_readers,
-            hello=self._rank.hello if is_introducing or not line.knows_us else None,
+            hello=self._rank.hello if is_introducing or line.knows_us_as != leg.incarnation else None,
         )
-        line.knows_us = True
+        line.knows_us_as = leg.incarnation
         return self._say(leg.endpoint, register)
 
     def cancelled(self, command: DestinationCancelled, now_s: float) -> None:
@@ -185,7 +186,9 @@ class DestinationEnd:
         leg = self._find(TransferId(message.transfer_id), endpoint)
         if leg is None:
             if isinstance(message, Confirm):
-                self._say(endpoint, Cancel(message.transfer_id, self._rank.incarnation, "nobody here wants it any more"))
+                self._say(
+                    endpoint, Cancel(message.transfer_id, self._rank.incarnation, "nobody here wants it any more")
+                )
             return
         match message:
             case Accepted():
@@ -215,9 +218,9 @@ class DestinationEnd:
 
     def _confirm(self, leg: Leg, message: Confirm) -> None:
         if leg.rendezvous.state in {State.OPEN, State.OFFERED}:
-            self._say(leg.endpoint, Renew(leg.transfer_id, self._rank.incarnation, answers=message.number))
+            self._say(leg.endpoint, Renew(leg.transfer_id, leg.incarnation, answers=message.number))
         else:
-            self._say(leg.endpoint, Cancel(leg.transfer_id, self._rank.incarnation, leg.rendezvous.reason))
+            self._say(leg.endpoint, Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason))
 
     def _ended(self, leg: Leg, message: Ended, now_s: float) -> None:
         if leg.rendezvous.state is State.DRAINING and leg.direction is Direction.PUSH:
@@ -257,8 +260,8 @@ class DestinationEnd:
         for leg in self._all_legs():
             line = self._lines.get(leg.endpoint)
             is_its = is_agent_of(sender, leg.reception.opened.ticket.engine_id, leg.rank)
-            if is_its and line is not None and not line.has_greeted:
-                line.has_greeted = True
+            if is_its and line is not None and line.greeted_us_as != leg.incarnation:
+                line.greeted_us_as = leg.incarnation
                 self._say(leg.endpoint, Connected())
 
     def _all_legs(self) -> Iterator[Leg]:
@@ -333,7 +336,9 @@ class DestinationEnd:
         for leg in self._all_legs():
             if leg.rendezvous.is_closed:
                 continue
-            if leg.rendezvous.is_overdue(now_s):
+            if leg.incarnation != self._rank.incarnation:
+                self._cut_off(leg, now_s)
+            elif leg.rendezvous.is_overdue(now_s):
                 self._feed(leg, Input.EXPIRE, now_s, f"no progress while {leg.rendezvous.state.value}")
             elif self._is_unanswered(leg, now_s):
                 self.lost(leg.endpoint, now_s, "nobody answers at that address")
@@ -342,12 +347,18 @@ class DestinationEnd:
                 self._remind(leg)
         self._hang_up_idle(now_s)
 
+    def _cut_off(self, leg: Leg, now_s: float) -> None:
+        """Our transport was opened anew since: whatever was on its way to us for this leg will not come."""
+        is_draining = leg.rendezvous.state is State.DRAINING
+        reason = "the transport was opened anew, to fence off another peer that fell silent"
+        self._feed(leg, Input.QUIET if is_draining else Input.FAIL, now_s, reason)
+
     def _remind(self, leg: Leg) -> None:
         """The prefill side hears of us; of a leg that we gave up, that we did: the first time may have been lost."""
         if leg.rendezvous.state is State.DRAINING and leg.direction is Direction.PUSH:
-            self._say(leg.endpoint, Cancel(leg.transfer_id, self._rank.incarnation, leg.rendezvous.reason))
+            self._say(leg.endpoint, Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason))
         else:
-            self._say(leg.endpoint, Renew(leg.transfer_id, self._rank.incarnation))
+            self._say(leg.endpoint, Renew(leg.transfer_id, leg.incarnation))
 
     def _hang_up_idle(self, now_s: float) -> None:
         idle = [endpoint for endpoint, line in self._lines.items() if now_s >= line.used_s + IDLE_S]
@@ -377,18 +388,20 @@ class DestinationEnd:
         rendezvous = leg.rendezvous
         if rendezvous.state is State.DRAINING and leg.move is not None and leg.num_in_flight:
             # Neither a clock nor a peer's end stops an operation of ours: it is over when its handle is (`settled`).
-            if what in {Input.EXPIRE, Input.LOST} and self._rank.mover.abandon(leg.move):
-                self._rank.peers.forget(leg.move.peer)
+            if what in {Input.EXPIRE, Input.LOST}:
+                self._rank.give_up(leg.move, now_s)
             return
         for effect in rendezvous.handle(what, now_s, reason):
             match effect:
                 case Effect.STOP_POSTING:
                     self._stop(leg, now_s)
                 case Effect.TELL_CANCEL:
-                    self._tell(leg, Cancel(leg.transfer_id, self._rank.incarnation, rendezvous.reason))
+                    self._tell(leg, Cancel(leg.transfer_id, leg.incarnation, rendezvous.reason))
                 case Effect.TELL_ENDED:
                     outcome = rendezvous.outcome or Outcome.FAILED
-                    self._tell(leg, Ended(leg.transfer_id, self._rank.incarnation, outcome, rendezvous.reason))
+                    self._tell(leg, Ended(leg.transfer_id, leg.incarnation, outcome, rendezvous.reason))
+                case Effect.FORGET_PEER:
+                    self._forget(leg)
                 case Effect.FENCE_PEER:
                     self._fence(leg)
                 case Effect.REPORT:
@@ -404,12 +417,23 @@ class DestinationEnd:
         if leg.num_in_flight == 0:
             self._feed(leg, Input.QUIET, now_s)
 
-    def _fence(self, leg: Leg) -> None:
-        """After this the silent peer must introduce itself anew before anything of it is believed."""
+    def _forget(self, leg: Leg) -> None:
+        """After this the peer must introduce itself anew before anything of it is believed."""
         self._lines.pop(leg.endpoint, None)
         self._rank.channel.hang_up(leg.endpoint)
         if leg.move is not None:
             self._rank.peers.forget(leg.move.peer)
+
+    def _fence(self, leg: Leg) -> None:
+        """A silent writer cannot reach our memory any more. A reader (pull) has stopped by itself: its handles are gone."""
+        self._forget(leg)
+        if leg.direction is Direction.PUSH and leg.incarnation == self._rank.incarnation:
+            logger.warning(
+                "The prefill rank at %s has been silent since transfer %s was given up. The transport is opened anew, so "
+                "that nothing it may have begun can land; transfers in flight here fail and are computed again.",
+                leg.endpoint.address, leg.transfer_id,
+            )  # fmt: skip
+            self._rank.fence()
 
     def _closed(self, leg: Leg, now_s: float) -> None:
         """A leg came to its end; one that did not deliver takes its siblings along."""
@@ -451,13 +475,14 @@ class DestinationEnd:
     def is_expecting(self, now_s: float) -> bool:
         """Something may come through the transport at any moment, so it should be looked at often."""
         return any(
-            leg.is_expecting or (leg.direction is Direction.PUSH and self._is_connecting(leg.endpoint, now_s))
+            leg.is_expecting or (leg.direction is Direction.PUSH and self._is_connecting(leg, now_s))
             for leg in self._all_legs()
         )
 
-    def _is_connecting(self, endpoint: Endpoint, now_s: float) -> bool:
-        line = self._lines.get(endpoint)
-        return line is not None and not line.has_greeted and now_s < line.opened_s + CONNECT_TIMEOUT_S
+    def _is_connecting(self, leg: Leg, now_s: float) -> bool:
+        line = self._lines.get(leg.endpoint)
+        is_new = line is not None and line.greeted_us_as != leg.incarnation
+        return is_new and now_s < leg.unanswered_at_s
 
     def __len__(self) -> int:
         return len(self._receptions)

@@ -24,10 +24,11 @@ class Line:
     opened_s: float
     used_s: float
     """When a transfer last ended over it, or was seen to be under way."""
-    knows_us: bool = False
+    knows_us_as: str | None = None
+    """The incarnation of ours that was introduced there."""
     has_answered: bool = False
-    has_greeted: bool = False
-    """Its transport has reached ours."""
+    greeted_us_as: str | None = None
+    """The incarnation of ours that its transport has reached."""
     heard_s: float | None = None
 
 
@@ -69,6 +70,8 @@ class Leg:
     endpoint: Endpoint
     num_readers: int
     """How many decode ranks take this transfer from that prefill rank."""
+    incarnation: str
+    """Ours, under which the leg was registered."""
     rendezvous: Rendezvous
     renew_at_s: float
     unanswered_at_s: float

@@ -40,6 +40,8 @@ class Move:
     num_bytes: int = 0
     num_in_flight: int = 0
     is_stopped: bool = False
+    abandoned_s: float | None = None
+    """When the transport was first asked to let go of what is in flight."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,11 @@ class Mover:
         self._transport = transport
         self._traces = {Operation.WRITE: source_trace, Operation.READ: destination_trace}
         self._in_flight: dict[Handle, _InFlight] = {}
+        self._cut_off: list[_InFlight] = []
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._in_flight)
+        return bool(self._in_flight or self._cut_off)
 
     def pump(self, move: Move) -> int:
         """Posts every segment that is ready, and returns how many. Raises BatonError of the first that cannot be."""
@@ -121,7 +124,8 @@ class Mover:
 
     def poll(self) -> list[Settled]:
         """Lets the transport work, and returns the segments it is done with since the last call."""
-        settled = []
+        settled = [self._settle(flight) for flight in self._cut_off]
+        self._cut_off = []
         for handle, flight in list(self._in_flight.items()):
             progress = self._transport.poll(handle)
             if progress is Progress.MOVING and flight.failure is None:
@@ -140,6 +144,14 @@ class Mover:
         for flight in flights:
             flight.failure = f"a {move.operation.value} was abandoned"
         return bool(flights)
+
+    def replace_transport(self, transport: Transport) -> None:
+        """The old one is closed: what was in flight is over, and the next `poll` says so."""
+        self._transport = transport
+        for flight in self._in_flight.values():
+            flight.failure = flight.failure or f"a {flight.move.operation.value} was cut off with the transport"
+            self._cut_off.append(flight)
+        self._in_flight = {}
 
     def _settle(self, flight: _InFlight) -> Settled:
         move = flight.move

@@ -92,7 +92,9 @@ class Peers:
                 self._transport.disconnect(agent)
             raise RemoteProtocolError(f"the transport calls the peer {agent!r}, which is not who it says it is")
         self._replace_older(hello)
-        peer = Peer(hello, agent, self._layout, now_s + CONNECT_TIMEOUT_S, idle_since_s=now_s, mappings={our_end: mapping})
+        peer = Peer(
+            hello, agent, self._layout, now_s + CONNECT_TIMEOUT_S, idle_since_s=now_s, mappings={our_end: mapping}
+        )
         self._by_incarnation[hello.incarnation] = peer
         return peer
 
@@ -105,6 +107,11 @@ class Peers:
         """Idempotent."""
         if self._by_incarnation.pop(peer.incarnation, None) is not None:
             self._transport.disconnect(peer.agent)
+
+    def replace_transport(self, transport: Transport) -> None:
+        """The old one is closed, and with it every link: nobody is known any more."""
+        self._transport = transport
+        self._by_incarnation.clear()
 
     def forget_idle(self, now_s: float) -> None:
         for peer in list(self._by_incarnation.values()):

@@ -436,8 +436,8 @@ class SourceEnd:
         rendezvous = reader.rendezvous
         if rendezvous.state is State.DRAINING and reader.move is not None and reader.num_in_flight:
             # Neither a clock nor a peer's word stops an operation of ours: it is over when its handle is (`settled`).
-            if what is Input.EXPIRE and self._rank.mover.abandon(reader.move):
-                self._rank.peers.forget(reader.move.peer)
+            if what is Input.EXPIRE:
+                self._rank.give_up(reader.move, now_s)
             return
         for effect in rendezvous.handle(what, now_s, reason):
             match effect:
@@ -448,7 +448,8 @@ class SourceEnd:
                 case Effect.TELL_ENDED if rendezvous.outcome is not Outcome.DELIVERED:
                     outcome = rendezvous.outcome or Outcome.FAILED
                     self._say_ended(reader.caller, transfer.transfer_id, outcome, rendezvous.reason)
-                case Effect.FENCE_PEER:
+                case Effect.FORGET_PEER | Effect.FENCE_PEER:
+                    # A reader that wakes up late reads what it must not use: it counts the lease for itself.
                     self._rank.peers.forget(reader.peer)
                 case Effect.REPORT:
                     reader.peer.leave(now_s)
