@@ -127,6 +127,11 @@ class Engine:
         )
         self.driver = Driver(self.rank)
 
+    def use_layout(self, layout: KVLayout) -> None:
+        """Before anything else happens."""
+        self.rank.hello = msgspec.structs.replace(self.rank.hello, layout=layout)
+        self.rank.peers = Peers(self.rank.transport, layout)
+
     def _open_transport(self, name: str) -> Transport:
         opened = self.world.make_transport(name, self.world.fabric)
         opened.register([Span(self.pool.ctypes.data, self.pool.nbytes, 0)], "DRAM")

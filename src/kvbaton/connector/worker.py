@@ -46,13 +46,16 @@ logger = logging.getLogger("vllm.kvbaton")
 
 
 class WorkerSide:
-    def __init__(self, settings: ConnectorSettings, engine_id: EngineId, *, rank: int) -> None:
-        """The side channel is bound: a taken port ends the engine here, with its number. Raises UsageError, Unsupported."""
+    def __init__(self, settings: ConnectorSettings, engine_id: EngineId, *, rank: int, first_rank: int = 0) -> None:
+        """The side channel is bound: a taken port ends the engine here, with its number. Raises UsageError, Unsupported.
+
+        `first_rank` is this engine's first among all ranks that share the settings (data parallelism).
+        """
         self._settings = settings
         self._engine_id = engine_id
         self._rank_number = rank
         self._incarnation = uuid.uuid4().hex
-        port = settings.side_channel_port + rank if settings.side_channel_port else 0
+        port = settings.side_channel_port + first_rank + rank if settings.side_channel_port else 0
         self._channel = SideChannel(settings.side_channel_host, port)
         self._transport = NixlTransport(agent_name(engine_id, rank, self._incarnation), settings.backends)
         self._results = Results()

@@ -43,7 +43,7 @@ def block_range(first_token: int, end_token: int, block_size_tokens: int, *, who
     return range(first, max(first, end))
 
 
-def describe(
+def _describe(
     mapping: PeerMapping, our_blocks: Sequence[Sequence[int]], their_blocks: Sequence[Sequence[int]]
 ) -> Descriptors:
     """Descriptors for copying, per cache group, our block `i` of the list against their block `i`.
@@ -118,3 +118,26 @@ def _address(
     their_address = group.their_base[chosen, None] + theirs[None, :] * group.their_stride[chosen, None]
     length_bytes = group.block_bytes[chosen, None] * count[None, :]
     return our_address.ravel(), their_address.ravel(), length_bytes.ravel()
+
+
+def alignment_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    import math
+
+    return math.lcm(*a, *b)
+
+
+def describe(mapping, our_blocks, their_blocks, *, first_token, end_token, num_tokens):
+    sizes = mapping.block_size_tokens
+
+    def sl(lists):
+        if len(lists) != len(sizes):
+            raise RemoteProtocolError(f"block lists for {len(lists)} cache groups; expected {len(sizes)}")
+        parts = []
+        for blocks, size in zip(lists, sizes):
+            wanted = block_range(first_token, end_token, size, whole_blocks_only=False)
+            if len(blocks) < wanted.stop:
+                raise RemoteProtocolError(f"{len(blocks)} blocks of {size} tokens cannot hold token {end_token - 1}")
+            parts.append(blocks[wanted.start : wanted.stop])
+        return parts
+
+    return _describe(mapping, sl(our_blocks), sl(their_blocks))

@@ -113,3 +113,7 @@ def _comparable(ours: KVLayout, theirs: KVLayout) -> list[tuple[str, object, obj
 def _layers(layout: KVLayout) -> set[tuple[str, int, int]]:
     """(name, cache group, bytes per block) of every layer."""
     return {(region.layer, region.cache_group, region.block_bytes) for region in layout.regions}
+
+
+def bytes_per_token(layout: KVLayout) -> int:
+    return max(1, sum(r.block_bytes for r in layout.regions) // layout.block_size_tokens[0])

@@ -35,7 +35,7 @@ class PeerMapping:
     block_size_tokens: tuple[int, ...]
 
 
-def map_layouts(ours: KVLayout, theirs: KVLayout) -> PeerMapping:
+def map_layouts(ours: KVLayout, theirs: KVLayout, our_end: object = None) -> PeerMapping:
     """How blocks of `ours` and `theirs` correspond. Raises Incompatible when they cannot."""
     require_compatible(ours, theirs)
     their_regions = {region.layer: region for region in theirs.regions}

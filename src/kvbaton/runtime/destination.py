@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from kvbaton.errors import BatonError, PeerLost, RemoteProtocolError
+from kvbaton.errors import BatonError, RemoteProtocolError
 from kvbaton.geometry.topology import num_readers, producers_of, unread_by_all
 from kvbaton.protocol.messages import (
     Accepted,
@@ -28,14 +28,14 @@ from kvbaton.protocol.messages import (
     SegmentLanded,
     SegmentPosted,
     SideMessage,
-    encode,
 )
 from kvbaton.protocol.params import DecodeTicket
 from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
-from kvbaton.runtime.destination_transfer import Leg, Line, Reception
+from kvbaton.runtime.destination_transfer import Leg, Reception
 from kvbaton.runtime.events import DestinationCancelled, DestinationOpened
+from kvbaton.runtime.lines import Lines
 from kvbaton.runtime.mover import Settled
-from kvbaton.runtime.peers import CONNECT_TIMEOUT_S, IDLE_S, is_agent_of
+from kvbaton.runtime.peers import CONNECT_TIMEOUT_S, is_agent_of
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import Endpoint
 from kvbaton.transport.base import AgentName, Operation
@@ -53,7 +53,7 @@ class DestinationEnd:
         deadlines = rank.deadlines
         shortest_s = min(deadlines.open_s, deadlines.offered_s, deadlines.draining_s)
         self._renew_interval_s = min(MAX_RENEW_INTERVAL_S, shortest_s / 3)
-        self._lines: dict[Endpoint, Line] = {}
+        self._lines = Lines(rank.channel)
         self._receptions: dict[RequestId, Reception] = {}
         self._legs: dict[TransferId, list[Leg]] = {}
 
@@ -111,12 +111,9 @@ class DestinationEnd:
                 self._feed(leg, Input.OFFERS, now_s)
         self._release_unread(command.ticket, "no decode rank reads this copy", now_s)
 
-    def _line(self, endpoint: Endpoint, now_s: float) -> Line:
-        return self._lines.setdefault(endpoint, Line(opened_s=now_s, used_s=now_s))
-
     def _register(self, leg: Leg, now_s: float, *, is_introducing: bool = False) -> str | None:
         """None, or why nobody can be called there."""
-        line = self._line(leg.endpoint, now_s)
+        line = self._lines.use(leg.endpoint, now_s)
         opened = leg.reception.opened
         register = Register(
             transfer_id=leg.transfer_id,
@@ -131,7 +128,7 @@ class DestinationEnd:
             hello=self._rank.hello if is_introducing or line.knows_us_as != leg.incarnation else None,
         )
         line.knows_us_as = leg.incarnation
-        return self._say(leg.endpoint, register)
+        return self._lines.say(leg.endpoint, register)
 
     def cancelled(self, command: DestinationCancelled, now_s: float) -> None:
         reception = self._receptions.get(command.request_id)
@@ -168,8 +165,8 @@ class DestinationEnd:
 
     def _release(self, ticket: DecodeTicket, rank: int, reason: str, now_s: float) -> None:
         endpoint = _endpoint_of(ticket, rank)
-        self._line(endpoint, now_s).used_s = now_s
-        failure = self._say(endpoint, Release(ticket.transfer_id, ticket.engine_id, reason))
+        self._lines.use(endpoint, now_s)
+        failure = self._lines.say(endpoint, Release(ticket.transfer_id, ticket.engine_id, reason))
         if failure is not None:
             logger.warning("Transfer %s is not needed, but nobody can be told: %s", ticket.transfer_id, failure)
 
@@ -179,17 +176,18 @@ class DestinationEnd:
         """Raises RemoteProtocolError for a message that a prefill side must not send."""
         if not isinstance(message, Accepted | Confirm | HelloWanted | Offer | SegmentPosted | Ended | Cancel):
             raise RemoteProtocolError(f"{type(message).__name__} is not for a decode side")
-        line = self._lines.get(endpoint)
+        line = self._lines.find(endpoint)
         if line is not None:
-            line.has_answered = True
             line.heard_s = now_s
         leg = self._find(TransferId(message.transfer_id), endpoint)
-        if leg is None:
-            if isinstance(message, Confirm):
-                self._say(
-                    endpoint, Cancel(message.transfer_id, self._rank.incarnation, "nobody here wants it any more")
-                )
-            return
+        if leg is not None:
+            self._hear(leg, message, now_s)
+        elif isinstance(message, Confirm):
+            self._lines.say(
+                endpoint, Cancel(message.transfer_id, self._rank.incarnation, "nobody here wants it any more")
+            )
+
+    def _hear(self, leg: Leg, message: SideMessage, now_s: float) -> None:
         match message:
             case Accepted():
                 self._accepted(leg, now_s)
@@ -218,9 +216,9 @@ class DestinationEnd:
 
     def _confirm(self, leg: Leg, message: Confirm) -> None:
         if leg.rendezvous.state in {State.OPEN, State.OFFERED}:
-            self._say(leg.endpoint, Renew(leg.transfer_id, leg.incarnation, answers=message.number))
+            self._lines.say(leg.endpoint, Renew(leg.transfer_id, leg.incarnation, answers=message.number))
         else:
-            self._say(leg.endpoint, Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason))
+            self._lines.say(leg.endpoint, Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason))
 
     def _ended(self, leg: Leg, message: Ended, now_s: float) -> None:
         if leg.rendezvous.state is State.DRAINING and leg.direction is Direction.PUSH:
@@ -258,11 +256,11 @@ class DestinationEnd:
 
     def _greeted(self, sender: AgentName) -> None:
         for leg in self._all_legs():
-            line = self._lines.get(leg.endpoint)
+            line = self._lines.find(leg.endpoint)
             is_its = is_agent_of(sender, leg.reception.opened.ticket.engine_id, leg.rank)
             if is_its and line is not None and line.greeted_us_as != leg.incarnation:
                 line.greeted_us_as = leg.incarnation
-                self._say(leg.endpoint, Connected())
+                self._lines.say(leg.endpoint, Connected())
 
     def _all_legs(self) -> Iterator[Leg]:
         return (leg for legs in list(self._legs.values()) for leg in list(legs))
@@ -345,7 +343,7 @@ class DestinationEnd:
             elif now_s >= leg.renew_at_s:
                 leg.renew_at_s = now_s + self._renew_interval_s
                 self._remind(leg)
-        self._hang_up_idle(now_s)
+        self._lines.forget_idle((leg.endpoint for leg in self._all_legs()), now_s)
 
     def _cut_off(self, leg: Leg, now_s: float) -> None:
         """Our transport was opened anew since: whatever was on its way to us for this leg will not come."""
@@ -356,29 +354,17 @@ class DestinationEnd:
     def _remind(self, leg: Leg) -> None:
         """The prefill side hears of us; of a leg that we gave up, that we did: the first time may have been lost."""
         if leg.rendezvous.state is State.DRAINING and leg.direction is Direction.PUSH:
-            self._say(leg.endpoint, Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason))
+            self._lines.say(leg.endpoint, Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason))
         else:
-            self._say(leg.endpoint, Renew(leg.transfer_id, leg.incarnation))
-
-    def _hang_up_idle(self, now_s: float) -> None:
-        idle = [endpoint for endpoint, line in self._lines.items() if now_s >= line.used_s + IDLE_S]
-        if not idle:
-            return
-        for leg in self._all_legs():
-            self._line(leg.endpoint, now_s).used_s = now_s
-        for endpoint in idle:
-            if now_s >= self._lines[endpoint].used_s + IDLE_S:
-                del self._lines[endpoint]
-                self._rank.channel.hang_up(endpoint)
+            self._lines.say(leg.endpoint, Renew(leg.transfer_id, leg.incarnation))
 
     def _is_unanswered(self, leg: Leg, now_s: float) -> bool:
-        line = self._lines.get(leg.endpoint)
-        return line is not None and not line.has_answered and now_s >= leg.unanswered_at_s
+        line = self._lines.find(leg.endpoint)
+        return line is not None and line.heard_s is None and now_s >= leg.unanswered_at_s
 
     def lost(self, endpoint: Endpoint, now_s: float, why: str) -> None:
         """The process behind `endpoint` is gone: nothing of it can reach us any more, and its transfers fail now."""
-        self._lines.pop(endpoint, None)
-        self._rank.channel.hang_up(endpoint)
+        self._lines.forget(endpoint)
         for leg in self._all_legs():
             if leg.endpoint == endpoint and not leg.rendezvous.is_closed:
                 reason = f"the prefill side at {endpoint.host}:{endpoint.port} is gone: {why}"
@@ -409,7 +395,7 @@ class DestinationEnd:
 
     def _tell(self, leg: Leg, message: SideMessage) -> None:
         if leg.endpoint in self._lines:  # else it is gone: calling again would only leave a socket behind
-            self._say(leg.endpoint, message)
+            self._lines.say(leg.endpoint, message)
 
     def _stop(self, leg: Leg, now_s: float) -> None:
         if leg.move is not None:
@@ -419,8 +405,7 @@ class DestinationEnd:
 
     def _forget(self, leg: Leg) -> None:
         """After this the peer must introduce itself anew before anything of it is believed."""
-        self._lines.pop(leg.endpoint, None)
-        self._rank.channel.hang_up(leg.endpoint)
+        self._lines.forget(leg.endpoint)
         if leg.move is not None:
             self._rank.peers.forget(leg.move.peer)
 
@@ -444,7 +429,7 @@ class DestinationEnd:
         if leg.move is not None:
             leg.move.peer.leave(now_s)
         if leg.endpoint in self._lines:
-            self._lines[leg.endpoint].used_s = now_s
+            self._lines.use(leg.endpoint, now_s)
         if rendezvous.outcome is not Outcome.DELIVERED and reception.failure is None:
             reception.failure = rendezvous.outcome or Outcome.FAILED, rendezvous.reason
             self._cancel(reception, now_s, rendezvous.reason)
@@ -462,14 +447,6 @@ class DestinationEnd:
             level = logging.INFO if outcome is Outcome.CANCELLED else logging.WARNING
             logger.log(level, "Transfer %s did not deliver: %s (%s)", reception.transfer_id, outcome.value, reason)
 
-    def _say(self, endpoint: Endpoint, message: SideMessage) -> str | None:
-        """None, or why nobody can be called there; then the deadlines of whoever depends on it decide."""
-        try:
-            self._rank.channel.send(endpoint, encode(message))
-        except PeerLost as error:
-            return str(error)
-        return None
-
     # -- what the loop needs to know ---------------------------------------------------------------------------------
 
     def is_expecting(self, now_s: float) -> bool:
@@ -480,7 +457,7 @@ class DestinationEnd:
         )
 
     def _is_connecting(self, leg: Leg, now_s: float) -> bool:
-        line = self._lines.get(leg.endpoint)
+        line = self._lines.find(leg.endpoint)
         is_new = line is not None and line.greeted_us_as != leg.incarnation
         return is_new and now_s < leg.unanswered_at_s
 

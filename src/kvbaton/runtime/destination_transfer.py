@@ -18,21 +18,6 @@ from kvbaton.types import Direction, Outcome, TransferId
 
 
 @dataclass
-class Line:
-    """What we know of the process behind an endpoint."""
-
-    opened_s: float
-    used_s: float
-    """When a transfer last ended over it, or was seen to be under way."""
-    knows_us_as: str | None = None
-    """The incarnation of ours that was introduced there."""
-    has_answered: bool = False
-    greeted_us_as: str | None = None
-    """The incarnation of ours that its transport has reached."""
-    heard_s: float | None = None
-
-
-@dataclass
 class Reception:
     opened: DestinationOpened
     opened_s: float

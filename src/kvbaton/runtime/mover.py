@@ -20,7 +20,6 @@ from kvbaton.runtime.trace import Trace
 from kvbaton.transport.base import Handle, Operation, Progress, Transport
 from kvbaton.types import End, TransferId
 
-
 _OUR_END = {Operation.WRITE: End.SOURCE, Operation.READ: End.DESTINATION}
 
 

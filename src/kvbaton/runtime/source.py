@@ -11,43 +11,35 @@ import logging
 
 import msgspec
 
-from kvbaton.errors import BatonError, PeerLost, RemoteProtocolError
+from kvbaton.errors import BatonError, RemoteProtocolError
 from kvbaton.protocol.messages import (
     Accepted,
     Cancel,
-    Confirm,
     Connected,
     Ended,
     Greeting,
     HelloWanted,
-    Offer,
     Register,
     Release,
     Renew,
-    SegmentPosted,
     SideMessage,
     encode,
 )
 from kvbaton.protocol.remembered import Remembered
 from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
 from kvbaton.runtime.events import SourceAdvanced, SourceFinished, SourceOpened, SourceRevoked
-from kvbaton.runtime.mover import Move, Settled
+from kvbaton.runtime.mover import Settled
 from kvbaton.runtime.peers import Peer
 from kvbaton.runtime.rank import Rank
+from kvbaton.runtime.serving import Serving
 from kvbaton.runtime.sidechannel import Caller
-from kvbaton.runtime.source_transfer import Reader, SourceTransfer
-from kvbaton.transport.base import Operation
-from kvbaton.types import Direction, End, Outcome, RequestId, TransferId
+from kvbaton.runtime.source_transfer import NEVER_S, Reader, SourceTransfer
+from kvbaton.types import End, Outcome, RequestId, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
 
 READ_WATCH_S = 1.0
 """How long after an offer we expect the reader to be at work, and keep our half of the transport going for it."""
-
-DOUBT_S = 1.0
-"""How long after a stall of ours words may still come out of queues in which they lay for any time."""
-
-NEVER_S = float("-inf")
 
 
 class SourceEnd:
@@ -55,8 +47,7 @@ class SourceEnd:
         self._rank = rank
         self._transfers: dict[TransferId, SourceTransfer] = {}
         self._remembered = Remembered()
-        self._num_questions = 0
-        self._in_doubt_until_s = NEVER_S
+        self._serving = Serving(rank, self._reader_closed)
 
     # -- the engine's side -------------------------------------------------------------------------------------------
 
@@ -83,7 +74,7 @@ class SourceEnd:
             "source_advanced", transfer.transfer_id, num_tokens=command.num_tokens, last=command.is_last
         )
         for reader in transfer.open_readers():
-            self._match(transfer, reader, now_s)
+            self._serving.match(transfer, reader, now_s)
 
     def revoked(self, command: SourceRevoked, now_s: float) -> None:
         """Nothing more is posted from the blocks; what is in flight ends first, and an offer of them is taken back."""
@@ -96,7 +87,7 @@ class SourceEnd:
         for reader in transfer.open_readers():
             if reader.rendezvous.state is State.OFFERED:
                 reason = "the prefill request was preempted while its blocks were read"
-                self._feed(transfer, reader, Input.CANCEL, now_s, reason)
+                self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason)
         self._maybe_release(transfer)
 
     def finished(self, command: SourceFinished, now_s: float) -> None:
@@ -130,7 +121,7 @@ class SourceEnd:
 
     def _cancel_all(self, transfer: SourceTransfer, now_s: float, reason: str) -> None:
         for reader in transfer.open_readers():
-            self._feed(transfer, reader, Input.CANCEL, now_s, reason)
+            self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason)
         self._close_claim(transfer, Input.CANCEL, now_s, reason)
 
     # -- the peer's side ---------------------------------------------------------------------------------------------
@@ -157,18 +148,18 @@ class SourceEnd:
         transfer_id = TransferId(register.transfer_id)
         refusal = self._why_not(register, now_s)
         if refusal is not None:
-            self._say_ended(caller, transfer_id, *refusal)
+            self._serving.say_ended(caller, transfer_id, *refusal)
             return
         try:
             peer = self._greet(register, now_s)
         except BatonError as error:
             logger.warning("Transfer %s refused: %s", transfer_id, error)
-            self._say_ended(caller, transfer_id, Outcome.FAILED, str(error))
+            self._serving.say_ended(caller, transfer_id, Outcome.FAILED, str(error))
             return
         if peer is None:
-            self._say(caller, HelloWanted(transfer_id))
+            self._serving.say(caller, HelloWanted(transfer_id))
             return
-        if not self._say(caller, Accepted(transfer_id)):
+        if not self._serving.say(caller, Accepted(transfer_id)):
             # It hung up while its registration lay here unread: the blocks may be somebody else's by now.
             return
         transfer = self._find_or_open(transfer_id, now_s)
@@ -181,8 +172,8 @@ class SourceEnd:
             self._rank.source_trace.emit("destination_known", transfer_id, direction=register.direction.value)
             if len(transfer.readers) == register.num_readers:
                 self._close_claim(transfer, Input.COMPLETE, now_s)
-        self._heard(reader, caller, now_s)
-        self._match(transfer, reader, now_s)
+        self._serving.heard(reader, caller, now_s)
+        self._serving.match(transfer, reader, now_s)
 
     def _why_not(self, register: Register, now_s: float) -> tuple[Outcome, str] | None:
         if register.to_engine_id != self._rank.engine_id:
@@ -211,38 +202,31 @@ class SourceEnd:
         self._rank.transport.notify(peer.agent, encode(Greeting()))
         return peer
 
-    def _heard(self, reader: Reader, caller: Caller, now_s: float, *, answers: int = 0) -> None:
-        """A word of the reader's: is it known to be fresh? An answer is younger than our question, whatever the delays."""
-        reader.caller = caller
-        if answers and answers == reader.question:
-            reader.question = None
-            reader.heard_s = now_s
-        elif reader.question is None and now_s >= self._in_doubt_until_s:
-            reader.heard_s = now_s
-
     def _renewed(self, caller: Caller, message: Renew, now_s: float) -> None:
         transfer_id = TransferId(message.transfer_id)
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             memory = self._remembered.recall(transfer_id, now_s)
             if memory is None:
-                self._say_ended(caller, transfer_id, Outcome.FAILED, "this transfer is not known here")
+                self._serving.say_ended(caller, transfer_id, Outcome.FAILED, "this transfer is not known here")
             else:
-                self._say_ended(caller, transfer_id, memory.outcome, memory.reason)
+                self._serving.say_ended(caller, transfer_id, memory.outcome, memory.reason)
             return
         reader = transfer.readers.get(message.from_incarnation)
         if reader is None:
             # Its registration was lost or dropped.
-            self._say(caller, HelloWanted(transfer_id))
+            self._serving.say(caller, HelloWanted(transfer_id))
             return
-        self._heard(reader, caller, now_s, answers=message.answers)
+        self._serving.heard(reader, caller, now_s, answers=message.answers)
         if reader.rendezvous.is_closed:
-            self._say_ended(caller, transfer_id, reader.rendezvous.outcome or Outcome.FAILED, reader.rendezvous.reason)
+            self._serving.say_ended(
+                caller, transfer_id, reader.rendezvous.outcome or Outcome.FAILED, reader.rendezvous.reason
+            )
             return
         if transfer.request_id is not None:
             reader.rendezvous.heard(now_s)
-        self._say(caller, Accepted(transfer_id))
-        self._match(transfer, reader, now_s)
+        self._serving.say(caller, Accepted(transfer_id))
+        self._serving.match(transfer, reader, now_s)
 
     def _cancelled(self, caller: Caller, message: Cancel, now_s: float) -> None:
         transfer_id, reason = TransferId(message.transfer_id), message.reason or "cancelled by the decode side"
@@ -250,11 +234,13 @@ class SourceEnd:
         reader = None if transfer is None else transfer.readers.get(message.from_incarnation)
         if transfer is not None and reader is not None and not reader.rendezvous.is_closed:
             reader.caller = caller
-            self._feed(transfer, reader, Input.CANCEL, now_s, reason)
+            self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason)
+            if reader.rendezvous.state is State.DRAINING:
+                self._serving.say(caller, Accepted(transfer_id))  # alive, and waiting for the transport
             return
         self._not_wanted(transfer_id, now_s, reason)
         # Nothing of ours is going to touch the caller's blocks.
-        self._say_ended(caller, transfer_id, Outcome.CANCELLED, reason)
+        self._serving.say_ended(caller, transfer_id, Outcome.CANCELLED, reason)
 
     def _released(self, message: Release, now_s: float) -> None:
         if message.to_engine_id == self._rank.engine_id:
@@ -280,120 +266,17 @@ class SourceEnd:
             return
         reader.caller = caller
         if reader.rendezvous.state is State.DRAINING:
-            self._feed(transfer, reader, Input.QUIET, now_s)
+            self._serving.feed(transfer, reader, Input.QUIET, now_s)
         elif message.outcome is Outcome.DELIVERED and reader.rendezvous.state is not State.POSTING:
-            self._feed(transfer, reader, Input.COMPLETE, now_s)
+            self._serving.feed(transfer, reader, Input.COMPLETE, now_s)
         else:
-            self._feed(transfer, reader, Input.FAIL, now_s, message.reason)
+            self._serving.feed(transfer, reader, Input.FAIL, now_s, message.reason)
 
     def _connected(self, caller: Caller, now_s: float) -> None:
         for transfer in self._transfers.values():
             for reader in transfer.readers.values():
                 if reader.caller == caller:
                     reader.peer.connecting_until_s = now_s
-
-    # -- moving ------------------------------------------------------------------------------------------------------
-
-    def _match(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:
-        """Starts or continues the move as far as both ends are known."""
-        frontier, register = transfer.frontier, reader.register
-        if frontier is None or reader.rendezvous.state not in {State.OPEN, State.POSTING}:
-            return
-        if frontier.is_last and frontier.num_tokens != register.num_tokens:
-            reason = f"the prompt has {frontier.num_tokens} tokens here and {register.num_tokens} at the decode side"
-            self._feed(transfer, reader, Input.FAIL, now_s, reason)
-            return
-        if register.direction is Direction.PULL:
-            if frontier.is_last:
-                self._offer(transfer, reader, frontier, now_s)
-            return
-        if reader.move is None:
-            reader.move = self._new_move(transfer, reader)
-            self._feed(transfer, reader, Input.POSTS, now_s)
-        if frontier.generation > reader.move.segments.generation and reader.num_in_flight:
-            return  # a preempted prefill starts over; what it sent before lands first (`settled` comes back here)
-        reader.move.our_blocks = frontier.blocks
-        reader.move.segments.advance(frontier.num_tokens, is_final=frontier.is_last, generation=frontier.generation)
-        self._pump(transfer, reader, reader.move, now_s)
-
-    def _new_move(self, transfer: SourceTransfer, reader: Reader) -> Move:
-        register = reader.register
-        return self._rank.new_move(
-            Operation.WRITE,
-            transfer.transfer_id,
-            reader.rendezvous,
-            reader.peer,
-            their_blocks=register.blocks,
-            first_token=register.first_token,
-            num_tokens=register.num_tokens,
-        )
-
-    def _pump(self, transfer: SourceTransfer, reader: Reader, move: Move, now_s: float) -> None:
-        if not self._may_write(transfer, reader, now_s):
-            return
-        try:
-            num_posted = self._rank.mover.pump(move)
-        except BatonError as error:
-            self._feed(transfer, reader, Input.FAIL, now_s, str(error))
-            return
-        if num_posted:
-            reader.rendezvous.moved(now_s)
-            self._say(reader.caller, SegmentPosted(transfer.transfer_id))
-        self._maybe_complete(transfer, reader, now_s)
-
-    def _may_write(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> bool:
-        """The reader's blocks are certainly still its own; else it is asked, and its answer comes back to `_match`."""
-        if now_s - reader.heard_s < reader.register.grace_s / 2:
-            return True
-        if reader.question is None:
-            self._num_questions += 1
-            reader.question = self._num_questions
-            self._say(reader.caller, Confirm(transfer.transfer_id, reader.question))
-        return False
-
-    def stalled(self, now_s: float) -> None:
-        """Our own loop stood still: what lies unread in our queues may have been said at any time before."""
-        self._in_doubt_until_s = now_s + DOUBT_S
-        for transfer in self._transfers.values():
-            for reader in transfer.readers.values():
-                reader.heard_s = NEVER_S
-
-    def _maybe_complete(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:
-        is_posting = reader.rendezvous.state is State.POSTING
-        if is_posting and reader.move is not None and reader.move.segments.is_complete:
-            self._feed(transfer, reader, Input.COMPLETE, now_s)
-
-    def _offer(self, transfer: SourceTransfer, reader: Reader, frontier: SourceAdvanced, now_s: float) -> None:
-        self._feed(transfer, reader, Input.OFFERS, now_s)
-        reader.offered_s = now_s
-        self._say(
-            reader.caller,
-            Offer(
-                transfer.transfer_id,
-                num_tokens=frontier.num_tokens,
-                blocks=frontier.blocks,
-                lease_s=self._rank.deadlines.offered_s,
-                hello=self._rank.hello,
-            ),
-        )
-
-    def settled(self, settled: Settled, now_s: float) -> None:
-        """The transport is done with a segment of ours."""
-        transfer = self._transfers.get(settled.move.transfer_id)
-        reader = None if transfer is None else transfer.readers.get(settled.move.peer.incarnation)
-        if transfer is None or reader is None or reader.move is not settled.move:
-            return
-        self._maybe_release(transfer)
-        if settled.failure is not None:
-            self._feed(transfer, reader, Input.FAIL, now_s, settled.failure)
-        else:
-            settled.move.peer.connecting_until_s = now_s
-            reader.rendezvous.moved(now_s)
-            # Before looking further: what is complete is delivered, whatever a preempted prefill computes again.
-            self._maybe_complete(transfer, reader, now_s)
-            self._match(transfer, reader, now_s)
-        if reader.rendezvous.state is State.DRAINING and reader.num_in_flight == 0:
-            self._feed(transfer, reader, Input.QUIET, now_s)
 
     def _maybe_release(self, transfer: SourceTransfer) -> None:
         """Whoever wants the blocks back gets them once nothing of ours or of a reader's touches them."""
@@ -414,57 +297,27 @@ class SourceEnd:
                 else:
                     self._close_claim(transfer, Input.EXPIRE, now_s, _why_unclaimed(transfer))
             for reader in transfer.open_readers():
-                self._tick_reader(transfer, reader, now_s)
+                self._serving.tick(transfer, reader, now_s)
 
-    def _tick_reader(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:
-        rendezvous = reader.rendezvous
-        if not rendezvous.is_overdue(now_s):
-            return
-        is_waiting = rendezvous.state in {State.OPEN, State.POSTING} and reader.num_in_flight == 0
-        if is_waiting and transfer.is_computing:
-            # The engine owns the request's life while it queues and computes, also between two chunks.
-            rendezvous.moved(now_s)
-            return
-        reason = f"no progress while {rendezvous.state.value}"
-        if transfer.request_id is None:
-            reason = "no prefill request of this transfer arrived in time"
-        elif reader.question is not None:
-            reason = "the decode side did not say whether it still wants the transfer"
-        self._feed(transfer, reader, Input.EXPIRE, now_s, reason)
+    def stalled(self, now_s: float) -> None:
+        """Our own loop stood still for a while."""
+        self._serving.stalled(self._open_readers(), now_s)
 
-    def _feed(self, transfer: SourceTransfer, reader: Reader, what: Input, now_s: float, reason: str = "") -> None:
-        rendezvous = reader.rendezvous
-        if rendezvous.state is State.DRAINING and reader.move is not None and reader.num_in_flight:
-            # Neither a clock nor a peer's word stops an operation of ours: it is over when its handle is (`settled`).
-            if what is Input.EXPIRE:
-                self._rank.give_up(reader.move, now_s)
-            return
-        for effect in rendezvous.handle(what, now_s, reason):
-            match effect:
-                case Effect.STOP_POSTING:
-                    self._stop(transfer, reader, now_s)
-                case Effect.TELL_CANCEL:
-                    self._say(reader.caller, Cancel(transfer.transfer_id, self._rank.incarnation, rendezvous.reason))
-                case Effect.TELL_ENDED if rendezvous.outcome is not Outcome.DELIVERED:
-                    outcome = rendezvous.outcome or Outcome.FAILED
-                    self._say_ended(reader.caller, transfer.transfer_id, outcome, rendezvous.reason)
-                case Effect.FORGET_PEER | Effect.FENCE_PEER:
-                    # A reader that wakes up late reads what it must not use: it counts the lease for itself.
-                    self._rank.peers.forget(reader.peer)
-                case Effect.REPORT:
-                    reader.peer.leave(now_s)
-                    self._closed(transfer, rendezvous, now_s)
-
-    def _stop(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:
-        if reader.move is not None:
-            reader.move.is_stopped = True
-        if reader.num_in_flight == 0:
-            self._feed(transfer, reader, Input.QUIET, now_s)
+    def settled(self, settled: Settled, now_s: float) -> None:
+        """The transport is done with a segment of ours."""
+        transfer = self._transfers.get(settled.move.transfer_id)
+        reader = None if transfer is None else transfer.readers.get(settled.move.peer.incarnation)
+        if transfer is not None and reader is not None and reader.move is settled.move:
+            self._maybe_release(transfer)
+            self._serving.settled(transfer, reader, settled, now_s)
 
     def _close_claim(self, transfer: SourceTransfer, what: Input, now_s: float, reason: str = "") -> None:
         """No further reader will be waited for. Nobody is there to be told."""
         if Effect.REPORT in transfer.claim.handle(what, now_s, reason):
             self._closed(transfer, transfer.claim, now_s)
+
+    def _reader_closed(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:
+        self._closed(transfer, reader.rendezvous, now_s)
 
     def _closed(self, transfer: SourceTransfer, part: Rendezvous, now_s: float) -> None:
         """A reader, or the claim, came to its end; with the last of them the transfer does."""
@@ -481,19 +334,6 @@ class SourceEnd:
         self._rank.source_trace.emit("closed", transfer.transfer_id, outcome=outcome.value, reason=reason)
         if outcome is not Outcome.DELIVERED:
             logger.info("Transfer %s ended at the prefill side: %s (%s)", transfer.transfer_id, outcome.value, reason)
-
-    def _say_ended(self, caller: Caller, transfer_id: TransferId, outcome: Outcome, reason: str) -> None:
-        self._say(caller, Ended(transfer_id, self._rank.incarnation, outcome, reason))
-
-    def _say(self, caller: Caller, message: SideMessage) -> bool:
-        """False when nobody is there to hear it."""
-        try:
-            self._rank.channel.send(caller, encode(message))
-        except PeerLost as error:
-            # Its transfers end by their own deadlines, or by the transport failing to reach it.
-            logger.debug("A decode side left before it got %s: %s", type(message).__name__, error)
-            return False
-        return True
 
     # -- what the loop needs to know ---------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from kvbaton.runtime.peers import Peer
 from kvbaton.runtime.sidechannel import Caller
 from kvbaton.types import Outcome, RequestId, TransferId
 
+NEVER_S = float("-inf")
+
 
 @dataclass
 class Reader:

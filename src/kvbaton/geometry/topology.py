@@ -1,0 +1,13 @@
+from kvbaton.geometry.layout import KVLayout
+
+
+def producers_of(layout: KVLayout, tp: int, pp: int) -> tuple[int, ...]:
+    return (layout.tp_rank,)
+
+
+def num_readers(layout: KVLayout, tp: int, rank: int) -> int:
+    return 1
+
+
+def unread_by_all(layout: KVLayout, tp: int, pp: int) -> tuple[int, ...]:
+    return ()
