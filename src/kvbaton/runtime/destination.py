@@ -34,7 +34,7 @@ from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
 from kvbaton.runtime.destination_transfer import Leg, Reception
 from kvbaton.runtime.events import DestinationCancelled, DestinationOpened
 from kvbaton.runtime.lines import Lines
-from kvbaton.runtime.mover import Settled
+from kvbaton.runtime.mover import Move, Settled
 from kvbaton.runtime.peers import CONNECT_TIMEOUT_S, is_agent_of
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import Endpoint
@@ -299,6 +299,9 @@ class DestinationEnd:
         leg.lease_s, leg.lease_until_s = offer.lease_s, now_s + offer.lease_s
         self._feed(leg, Input.POSTS, now_s)
         move.segments.advance(offer.num_tokens, is_final=True, generation=0)
+        self._pump(leg, move, now_s)
+
+    def _pump(self, leg: Leg, move: Move, now_s: float) -> None:
         try:
             self._rank.mover.pump(move)
         except BatonError as error:
@@ -316,7 +319,7 @@ class DestinationEnd:
             else:
                 settled.move.peer.connecting_until_s = now_s
                 leg.rendezvous.moved(now_s)
-                self._maybe_complete(leg, now_s)
+                self._pump(leg, settled.move, now_s)
             if leg.rendezvous.state is State.DRAINING and leg.num_in_flight == 0:
                 self._feed(leg, Input.QUIET, now_s)
 

@@ -20,6 +20,9 @@ from kvbaton.runtime.trace import Trace
 from kvbaton.transport.base import Handle, Operation, Progress, Transport
 from kvbaton.types import End, TransferId
 
+MAX_SEGMENTS_IN_FLIGHT = 4
+"""Of one move."""
+
 _OUR_END = {Operation.WRITE: End.SOURCE, Operation.READ: End.DESTINATION}
 
 
@@ -73,9 +76,16 @@ class Mover:
         return bool(self._in_flight or self._cut_off)
 
     def pump(self, move: Move) -> int:
-        """Posts every segment that is ready, and returns how many. Raises BatonError of the first that cannot be."""
+        """Posts segments that are ready, and returns how many; the rest when one of them has settled.
+
+        Over shared memory the copy happens inside the post: the loop must get round to hearing a cancellation in between.
+        Raises BatonError of the first that cannot be posted.
+        """
         num_posted = 0
-        while not move.is_stopped and (segment := move.segments.take()) is not None:
+        while not move.is_stopped and move.num_in_flight < MAX_SEGMENTS_IN_FLIGHT:
+            segment = move.segments.take()
+            if segment is None:
+                break
             self._post(move, segment)
             num_posted += 1
         return num_posted

@@ -27,7 +27,7 @@ from kvbaton.types import TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
 
-MAX_SEGMENT_BYTES = 256 << 20
+MAX_SEGMENT_BYTES = 64 << 20
 """So that what is moved in one piece shows progress well within the shortest deadline, also on a slow network."""
 
 
