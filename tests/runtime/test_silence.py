@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.protocol.messages import Confirm, encode
+from kvbaton.protocol.messages import Confirm, Renew, encode
 from kvbaton.runtime.peers import IDLE_S
 from kvbaton.runtime.sidechannel import Caller, Endpoint
 from kvbaton.transport.loopback import Fabric, Fate
@@ -168,12 +168,88 @@ def test_an_answer_to_an_older_question_does_not_count() -> None:
     p.turn()
     (reader,) = p.driver._source._transfers[TID].readers.values()
     assert reader.question is not None
-    reader.question += 1
+    stale = encode(Renew(TID, d.rank.incarnation, answers=reader.question + 1))
+    d.channel.send(Endpoint(HOST, p.channel.port), stale)
+    p.turn()
+    assert not p.rank.mover.is_busy
+    assert not d.received
+    world.run()
+    assert d.holds(D_BLOCKS, p, P_BLOCKS)
+    world.check()
+
+
+def break_connection(d: Engine, p: Engine) -> None:
+    """Everything said and not heard yet is lost; both processes live."""
+    endpoint = Endpoint(HOST, p.channel.port)
+    assert isinstance(p.channel, MemoryChannel)
+    p.channel._mailbox.clear()
+    d.channel.hang_up(endpoint)
+
+
+def test_an_offer_that_was_lost_with_its_connection_is_made_again() -> None:
+    world = World()
+    p, d = world.pair()
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    d.open_destination(p.ticket(PULL), NUM_TOKENS, D_BLOCKS)
+    d.turn()
+    p.turn()
+    break_connection(d, p)
     world.run()
     assert not d.received
-    reader.question = None
-    world.pass_time(10)
+    world.pass_time(6)
+    assert not d.failures
     assert d.holds(D_BLOCKS, p, P_BLOCKS)
+    world.check()
+
+
+def test_a_question_that_was_lost_with_its_connection_is_asked_again() -> None:
+    world = World()
+    p, d = world.pair()
+    p.open_source()
+    d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
+    world.run()
+    p.advance(NUM_TOKENS, P_BLOCKS)
+    p.finish()
+    wait_alone(world, d, 3)
+    p.turn()
+    break_connection(d, p)
+    world.pass_time(6)
+    assert not d.failures
+    assert d.holds(D_BLOCKS, p, P_BLOCKS)
+    world.check()
+
+
+@both_directions
+def test_a_registration_that_was_lost_with_its_connection_is_made_again(direction: Direction) -> None:
+    world = World()
+    p, d = world.pair()
+    d.open_destination(p.ticket(direction), NUM_TOKENS, D_BLOCKS)
+    d.turn()
+    break_connection(d, p)
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    world.pass_time(4)
+    assert not d.failures
+    assert d.holds(D_BLOCKS, p, P_BLOCKS)
+    world.check()
+
+
+@both_directions
+def test_a_cancellation_that_was_lost_with_its_connection_is_said_again(direction: Direction) -> None:
+    world = World()
+    p, d = world.pair()
+    p.open_source()
+    d.open_destination(p.ticket(direction), NUM_TOKENS, D_BLOCKS)
+    world.run()
+    d.cancel()
+    d.turn()
+    break_connection(d, p)
+    world.pass_time(8)
+    assert d.received[RequestId("d")] == 1
+    p.advance(NUM_TOKENS, P_BLOCKS)
+    p.finish()
+    d.may_change.clear()
+    world.pass_time(45)  # a lease and a drain at the most
+    assert p.sent[RequestId("p")] == 1
     world.check()
 
 

@@ -1,3 +1,7 @@
+"""Which ranks feed which: a stand-in until the whole geometry lands."""
+
+from __future__ import annotations
+
 from kvbaton.geometry.layout import KVLayout
 
 

@@ -44,6 +44,7 @@ from kvbaton.types import Direction, End, Outcome, RequestId, TransferId
 logger = logging.getLogger("vllm.kvbaton")
 
 MAX_RENEW_INTERVAL_S = 5.0
+_UNWANTED = "nobody here wants it any more"
 
 
 class DestinationEnd:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvbaton.errors import BatonError, PeerLost
-from kvbaton.protocol.messages import Cancel, Confirm, Ended, Offer, SegmentPosted, SideMessage, encode
+from kvbaton.protocol.messages import Accepted, Cancel, Confirm, Ended, Offer, SegmentPosted, SideMessage, encode
 from kvbaton.protocol.rendezvous import Effect, Input, State
 from kvbaton.runtime.events import SourceAdvanced
 from kvbaton.runtime.mover import Move, Settled
@@ -82,13 +82,13 @@ class Serving:
         self._maybe_complete(transfer, reader, now_s)
 
     def _may_write(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> bool:
-        """The reader's blocks are certainly still its own; else it is asked, and its answer comes back to `_match`."""
+        """The reader's blocks are certainly still its own; else it is asked, and its answer comes back to `match`."""
         if now_s - reader.heard_s < reader.register.grace_s / 2:
             return True
         if reader.question is None:
             self._num_questions += 1
             reader.question = self._num_questions
-            self.say(reader.caller, Confirm(transfer.transfer_id, reader.question))
+        self.say(reader.caller, Confirm(transfer.transfer_id, reader.question))  # again, if need be: words get lost
         return False
 
     def stalled(self, readers: Iterable[Reader], now_s: float) -> None:
@@ -114,16 +114,25 @@ class Serving:
     def _offer(self, transfer: SourceTransfer, reader: Reader, frontier: SourceAdvanced, now_s: float) -> None:
         self.feed(transfer, reader, Input.OFFERS, now_s)
         reader.offered_s = now_s
-        self.say(
-            reader.caller,
-            Offer(
-                transfer.transfer_id,
-                num_tokens=frontier.num_tokens,
-                blocks=frontier.blocks,
-                lease_s=self._rank.deadlines.offered_s,
-                hello=self._rank.hello,
-            ),
+        reader.offer = Offer(
+            transfer.transfer_id,
+            num_tokens=frontier.num_tokens,
+            blocks=frontier.blocks,
+            lease_s=self._rank.deadlines.offered_s,
+            hello=self._rank.hello,
         )
+        self.say(reader.caller, reader.offer)
+
+    def renewed(self, transfer: SourceTransfer, reader: Reader, caller: Caller, now_s: float, *, answers: int) -> None:
+        """The reader still waits. By another connection than before, it may have missed what was said on the old one."""
+        is_new_connection = caller != reader.caller
+        self.heard(reader, caller, now_s, answers=answers)
+        if transfer.request_id is not None:
+            reader.rendezvous.heard(now_s)
+        self.say(caller, Accepted(transfer.transfer_id))
+        if is_new_connection and reader.offer is not None and reader.rendezvous.state is State.OFFERED:
+            self.say(caller, reader.offer)
+        self.match(transfer, reader, now_s)
 
     def settled(self, transfer: SourceTransfer, reader: Reader, settled: Settled, now_s: float) -> None:
         """The transport is done with a segment of ours."""

@@ -217,16 +217,11 @@ class SourceEnd:
             # Its registration was lost or dropped.
             self._serving.say(caller, HelloWanted(transfer_id))
             return
-        self._serving.heard(reader, caller, now_s, answers=message.answers)
         if reader.rendezvous.is_closed:
-            self._serving.say_ended(
-                caller, transfer_id, reader.rendezvous.outcome or Outcome.FAILED, reader.rendezvous.reason
-            )
+            outcome = reader.rendezvous.outcome or Outcome.FAILED
+            self._serving.say_ended(caller, transfer_id, outcome, reader.rendezvous.reason)
             return
-        if transfer.request_id is not None:
-            reader.rendezvous.heard(now_s)
-        self._serving.say(caller, Accepted(transfer_id))
-        self._serving.match(transfer, reader, now_s)
+        self._serving.renewed(transfer, reader, caller, now_s, answers=message.answers)
 
     def _cancelled(self, caller: Caller, message: Cancel, now_s: float) -> None:
         transfer_id, reason = TransferId(message.transfer_id), message.reason or "cancelled by the decode side"

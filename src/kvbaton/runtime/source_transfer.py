@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvbaton.protocol.messages import Register
+from kvbaton.protocol.messages import Offer, Register
 from kvbaton.protocol.rendezvous import Rendezvous
 from kvbaton.runtime.events import SourceAdvanced
 from kvbaton.runtime.mover import Move
@@ -35,6 +35,7 @@ class Reader:
     """The number of our Confirm that it has not answered yet."""
     move: Move | None = None
     offered_s: float | None = None
+    offer: Offer | None = None
 
     @property
     def num_in_flight(self) -> int:
