@@ -18,6 +18,7 @@ from kvbaton.protocol import messages
 from kvbaton.protocol.messages import (
     Accepted,
     Cancel,
+    Confirm,
     Connected,
     Ended,
     Greeting,
@@ -35,7 +36,7 @@ from kvbaton.protocol.messages import (
     encode,
 )
 from kvbaton.protocol.params import DecodeTicket, PrefillTicket, _Wire, parse_params
-from kvbaton.types import Direction, Outcome, RequestId
+from kvbaton.types import Direction, End, Outcome, RequestId
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -43,11 +44,12 @@ ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 counts = st.integers(0, (1 << 63) - 1)
 blocks = st.lists(st.lists(st.integers(0, (1 << 31) - 1), max_size=4).map(tuple), max_size=3).map(tuple)
 any_int = st.integers(-(1 << 63), (1 << 64) - 1) | st.integers(-1, 70)
-regions = st.builds(Region, ids, *[any_int] * 5)
+regions = st.builds(Region, ids, *[any_int] * 10)
 layouts = st.builds(
     KVLayout,
     regions=st.lists(regions, max_size=3).map(tuple),
     block_size_tokens=st.lists(any_int, max_size=3).map(tuple),
+    window_tokens=st.lists(any_int, max_size=3).map(tuple),
     memory_kind=ids,
     device_id=any_int,
     model=ids,
@@ -58,22 +60,37 @@ layouts = st.builds(
     tp_size=any_int,
     tp_rank=any_int,
     pp_size=any_int,
+    pp_rank=any_int,
 )
 hellos = st.builds(Hello, any_int, ids, counts, ids, st.binary(max_size=30), layouts)
+seconds = st.floats(0, 86400, exclude_min=True)
 reasons = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 side: st.SearchStrategy[SideMessage] = st.one_of(
-    st.builds(Register, ids, ids, ids, st.sampled_from(Direction), counts, counts, blocks, st.none() | hellos),
+    st.builds(
+        Register,
+        ids,
+        ids,
+        ids,
+        st.sampled_from(Direction),
+        counts,
+        counts,
+        blocks,
+        seconds,
+        st.integers(1, 4096),
+        st.none() | hellos,
+    ),
     st.builds(HelloWanted, ids),
+    st.builds(Confirm, ids, st.integers(1, 1 << 40)),
     st.builds(Accepted, ids),
-    st.builds(Offer, ids, counts, blocks, st.floats(0, 86400, exclude_min=True), hellos),
+    st.builds(Offer, ids, counts, blocks, seconds, hellos),
     st.builds(SegmentPosted, ids),
-    st.builds(Renew, ids),
-    st.builds(Cancel, ids, reasons),
-    st.builds(Ended, ids, st.sampled_from(Outcome), reasons),
+    st.builds(Renew, ids, ids, counts),
+    st.builds(Cancel, ids, ids, reasons),
+    st.builds(Ended, ids, ids, st.sampled_from(Outcome), reasons),
     st.just(Connected()),
 )
 notifications: st.SearchStrategy[Notification] = st.just(Greeting()) | st.builds(
-    SegmentLanded, ids, counts, counts, st.booleans(), counts, st.integers(1, 1 << 40)
+    SegmentLanded, ids, counts, counts, st.booleans()
 )
 
 
@@ -151,20 +168,42 @@ SANE = st.builds(
     Region,
     st.sampled_from(("a", "b")),
     st.integers(0, 1),
-    *[st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64)] * 4,
+    st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64),
+    st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64),
+    st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64),
+    st.sampled_from((1, 2, 16)),
+    st.just(1),
+    st.just(1),
+    *[st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64)] * 3,
 )
+tokens = st.integers(0, 64) | st.integers((1 << 62), 1 << 70)
 
 
-@given(layouts | st.lists(SANE, min_size=1, max_size=3).map(lambda found: _sane(tuple(found))), blocks, blocks)
-def test_a_peers_layout_is_refused_or_can_be_addressed(layout: KVLayout, ours: object, theirs: object) -> None:
+@given(
+    layouts | st.lists(SANE, min_size=1, max_size=3).map(lambda found: _sane(tuple(found))),
+    blocks,
+    blocks,
+    tokens,
+    tokens,
+)
+def test_a_peers_layout_is_refused_or_can_be_addressed(
+    layout: KVLayout, ours: object, theirs: object, first_token: int, num_tokens: int
+) -> None:
     """Found: a stride or a device that fits msgpack but not an address table ended the transfer thread."""
     try:
         layout.validate()
-        mapping = map_layouts(layout, layout)
+        mapping = map_layouts(layout, layout, End.SOURCE)
     except (RemoteProtocolError, Incompatible):
         return
     with contextlib.suppress(RemoteProtocolError):
-        found = describe(mapping, ours, theirs)  # type: ignore[arg-type]
+        found = describe(
+            mapping,
+            ours,  # type: ignore[arg-type]
+            theirs,  # type: ignore[arg-type]
+            first_token=first_token,
+            end_token=num_tokens,
+            num_tokens=num_tokens,
+        )
         assert (found.our_address > 0).all()
         assert (found.length_bytes > 0).all()
 
@@ -173,6 +212,7 @@ def _sane(regions: tuple[Region, ...]) -> KVLayout:
     return KVLayout(
         regions=regions,
         block_size_tokens=(16, 16),
+        window_tokens=(0, 8),
         memory_kind="DRAM",
         device_id=0,
         model="m",
@@ -183,6 +223,7 @@ def _sane(regions: tuple[Region, ...]) -> KVLayout:
         tp_size=1,
         tp_rank=0,
         pp_size=1,
+        pp_rank=0,
     )
 
 

@@ -134,7 +134,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layout, spans = describe_caches(
-            self._vllm_config, self._kv_cache_config, kv_caches, tp_rank=get_tensor_model_parallel_rank()
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            tp_rank=get_tensor_model_parallel_rank(),
+            pp_rank=get_pipeline_model_parallel_rank(),
         )
         self._device = next(iter(kv_caches.values())).device
         self._worker_side.register(layout, spans)
@@ -181,4 +185,5 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _rank_in_engine(parallel: ParallelConfig) -> int:
-    return get_pipeline_model_parallel_rank() * parallel.tensor_parallel_size + get_tensor_model_parallel_rank()
+    stage, size = get_pipeline_model_parallel_rank(), int(parallel.tensor_parallel_size)
+    return int(stage * size + get_tensor_model_parallel_rank())

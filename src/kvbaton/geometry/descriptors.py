@@ -1,18 +1,22 @@
-"""Block ids -> address arrays, with neighbours merged on both sides. Arithmetic only, vectorised over blocks and regions.
+"""Block ids -> address arrays, with neighbours joined on both sides. Arithmetic only, vectorised over chunks and regions.
 
-Invariant: the set of (our byte, their byte) pairs described equals the one asked for; merging changes only how many
-descriptors say it. Merging needs runs of ids that go up, or down, together on both sides, in regions whose blocks abut.
+Invariant: the set of (our byte, their byte) pairs described equals the one asked for; joining changes only how many
+descriptors say it. Blocks pair by the position of their tokens, so the two lists may be in different block sizes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvbaton.errors import RemoteProtocolError
-from kvbaton.geometry.mapping import GroupMapping, Int64Array, PeerMapping
+from kvbaton.geometry.mapping import Int64Array, PeerMapping, RegionClass, Rows, join
+from kvbaton.types import End
+
+_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -32,112 +36,108 @@ class Descriptors:
         return int(self.length_bytes.sum())
 
 
-def block_range(first_token: int, end_token: int, block_size_tokens: int, *, whole_blocks_only: bool) -> range:
-    """Indices of the blocks that hold tokens [first_token, end_token).
-
-    `first_token` must lie on a block boundary of the streamed part. With `whole_blocks_only` a block that `end_token`
-    leaves unfinished is left for later.
-    """
-    first = first_token // block_size_tokens
-    end = end_token // block_size_tokens if whole_blocks_only else -(-end_token // block_size_tokens)
-    return range(first, max(first, end))
+def alignment_tokens(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """A multiple of every cache group's block size on both sides: where a prompt may be cut without cutting a block."""
+    return math.lcm(*ours, *theirs)
 
 
-def _describe(
-    mapping: PeerMapping, our_blocks: Sequence[Sequence[int]], their_blocks: Sequence[Sequence[int]]
+def describe(
+    mapping: PeerMapping,
+    our_blocks: Sequence[Sequence[int]],
+    their_blocks: Sequence[Sequence[int]],
+    *,
+    first_token: int,
+    end_token: int,
+    num_tokens: int,
 ) -> Descriptors:
-    """Descriptors for copying, per cache group, our block `i` of the list against their block `i`.
+    """Descriptors for the KV of tokens [first_token, end_token) of a prompt of `num_tokens`.
 
-    Block 0 is vLLM's null block: a pair in which either side is null (outside a sliding window) moves nothing.
-    Raises RemoteProtocolError when an id lies outside its regions or the lists do not pair up.
+    The lists hold one side's block ids per cache group of that side, from token 0 on. `first_token` is on a block boundary
+    of the destination; a block that `end_token` leaves unfinished is moved as far as it is shared. Block 0 is vLLM's null
+    block: nothing is wanted there, and nothing can be had from it. Raises RemoteProtocolError when an id lies outside its
+    regions, a list is too short, or the source lacks what the destination needs.
     """
-    if not len(our_blocks) == len(their_blocks) == len(mapping.groups):
+    for whose, lists, num_groups in (
+        ("our", our_blocks, mapping.num_our_groups),
+        ("the peer's", their_blocks, mapping.num_their_groups),
+    ):
+        if len(lists) != num_groups:
+            raise RemoteProtocolError(f"{whose} block lists are for {len(lists)} cache groups; expected {num_groups}")
+    parts: list[tuple[Int64Array, Int64Array, Int64Array]] = [(_NO_ROWS, _NO_ROWS, _NO_ROWS)]
+    for pair in mapping.pairs if first_token < end_token else ():
+        ours = np.asarray(our_blocks[pair.our_group], dtype=np.int64)
+        theirs = np.asarray(their_blocks[pair.their_group], dtype=np.int64)
+        needed_from = max(0, num_tokens - pair.window_tokens) if pair.window_tokens else 0
+        for alike in pair.classes:
+            starts = _chunk_starts(alike, first_token, end_token)
+            _check(ours, alike.ours, end_token, "our")
+            _check(theirs, alike.theirs, end_token, "the peer's")
+            ids = ours[starts // alike.ours.block_tokens], theirs[starts // alike.theirs.block_tokens]
+            at_source, at_destination = ids if mapping.our_end is End.SOURCE else ids[::-1]
+            starts = _wanted(alike, at_source, at_destination, starts, needed_from)
+            parts.append(_describe_class(alike, ours, theirs, starts))
+    return Descriptors(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _chunk_starts(alike: RegionClass, first_token: int, end_token: int) -> Int64Array:
+    """First tokens of the chunks that hold [first_token, end_token)."""
+    chunk = alike.chunk_tokens
+    if first_token % chunk:
+        raise RemoteProtocolError(f"token {first_token} is not where a block of {chunk} tokens begins")
+    return np.arange(first_token, end_token, chunk, dtype=np.int64)
+
+
+def _check(blocks: Int64Array, rows: Rows, end_token: int, whose: str) -> None:
+    num_needed = -(-end_token // rows.block_tokens)
+    if blocks.size < num_needed:
         raise RemoteProtocolError(
-            f"block lists for {len(our_blocks)} and {len(their_blocks)} cache groups; expected {len(mapping.groups)}"
+            f"{whose} {blocks.size} blocks of {rows.block_tokens} tokens cannot hold token {end_token - 1}"
         )
-    parts = [
-        _describe_group(group, np.asarray(ours, dtype=np.int64), np.asarray(theirs, dtype=np.int64))
-        for group, ours, theirs in zip(mapping.groups, our_blocks, their_blocks, strict=True)
-    ]
-    return Descriptors(
-        our_address=np.concatenate([part.our_address for part in parts]),
-        their_address=np.concatenate([part.their_address for part in parts]),
-        length_bytes=np.concatenate([part.length_bytes for part in parts]),
-    )
-
-
-def _describe_group(group: GroupMapping, ours: Int64Array, theirs: Int64Array) -> Descriptors:
-    if ours.shape != theirs.shape:
-        raise RemoteProtocolError(f"{ours.size} blocks here cannot pair with {theirs.size} blocks at the peer")
-    _check_ids(ours, group.our_num_blocks, "our")
-    _check_ids(theirs, group.their_num_blocks, "the peer's")
-    real = (ours != 0) & (theirs != 0)
-    ours, theirs = ours[real], theirs[real]
-    if ours.size == 0:
-        empty = np.empty(0, dtype=np.int64)
-        return Descriptors(empty, empty, empty)
-    abuts = (group.our_stride == group.block_bytes) & (group.their_stride == group.block_bytes)
-    merged = _address(group, abuts, *_runs(ours, theirs))
-    ones = np.ones(ours.size, dtype=np.int64)
-    single = _address(group, ~abuts, ours, theirs, ones)
-    return Descriptors(*(np.concatenate(pair) for pair in zip(merged, single, strict=True)))
-
-
-def _check_ids(ids: Int64Array, num_blocks: int, whose: str) -> None:
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_blocks):
+    num_blocks = rows.num_rows * rows.row_tokens // rows.block_tokens
+    if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= num_blocks):
         raise RemoteProtocolError(
-            f"{whose} block ids span {int(ids.min())} to {int(ids.max())}; the registered cache has {num_blocks} blocks"
+            f"{whose} block ids span {int(blocks.min())} to {int(blocks.max())}; the registered cache has "
+            f"{num_blocks} blocks"
         )
 
 
-def _runs(ours: Int64Array, theirs: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Maximal runs in which both ids step by +1 together, or by -1 together: (our first, their first, length).
+def _wanted(
+    alike: RegionClass,
+    at_source: Int64Array,
+    at_destination: Int64Array,
+    starts: Int64Array,
+    needed_from: int,
+) -> Int64Array:
+    """The chunks that have a place at the destination; the block ids at both sides are those of the chunks.
 
-    A run that goes down is reported by its lowest ids, because it covers the same bytes as the one that goes up.
-    Example: ours 5 6 7 9 8, theirs 1 2 3 7 6 -> (5, 1, 3) and (8, 6, 2).
+    Raises RemoteProtocolError when the source lacks one that the destination needs.
     """
-    our_step, their_step = np.diff(ours), np.diff(theirs)
-    joins = (our_step == their_step) & (np.abs(our_step) == 1)
-    # A join continues a run only when it goes the way the run's previous join went; where two joins of opposite
-    # direction meet (5 6 5) the later one starts a run of its own, at the element after the shared one.
-    step = np.where(joins, our_step, 0)
-    turned = np.zeros(joins.size, dtype=bool)
-    turned[1:] = (step[1:] != 0) & (step[:-1] != 0) & (step[1:] != step[:-1])
-    starts = np.concatenate(([0], np.flatnonzero(~joins | turned) + 1))
-    ends = np.concatenate((starts[1:], [ours.size]))
-    first_our = np.minimum(ours[starts], ours[ends - 1])
-    first_their = np.minimum(theirs[starts], theirs[ends - 1])
-    return first_our, first_their, ends - starts
+    is_lacking = (at_destination != 0) & (at_source == 0) & (starts + alike.chunk_tokens > needed_from)
+    if is_lacking.any():
+        raise RemoteProtocolError(
+            f"the prefill side no longer holds token {int(starts[is_lacking][0])}, which the decode side needs"
+        )
+    wanted: Int64Array = starts[(at_source != 0) & (at_destination != 0)]
+    return wanted
 
 
-def _address(
-    group: GroupMapping, chosen: np.typing.NDArray[np.bool_], ours: Int64Array, theirs: Int64Array, count: Int64Array
+def _describe_class(
+    alike: RegionClass, ours: Int64Array, theirs: Int64Array, starts: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Addresses of `count` blocks from the given first ids on, in every chosen region; flattened region by region."""
-    our_address = group.our_base[chosen, None] + ours[None, :] * group.our_stride[chosen, None]
-    their_address = group.their_base[chosen, None] + theirs[None, :] * group.their_stride[chosen, None]
-    length_bytes = group.block_bytes[chosen, None] * count[None, :]
-    return our_address.ravel(), their_address.ravel(), length_bytes.ravel()
+    if starts.size == 0:
+        return _NO_ROWS, _NO_ROWS, _NO_ROWS
+    our_offset = (_offsets(alike.ours, ours, starts)[:, None] + alike.our_piece[None, :]).ravel()
+    their_offset = (_offsets(alike.theirs, theirs, starts)[:, None] + alike.their_piece[None, :]).ravel()
+    our_offset, their_offset, length = join(our_offset, their_offset, np.tile(alike.piece_bytes, starts.size))
+    our_address = alike.our_base[:, None] + our_offset[None, :]
+    their_address = alike.their_base[:, None] + their_offset[None, :]
+    return our_address.ravel(), their_address.ravel(), np.tile(length, alike.our_base.size)
 
 
-def alignment_tokens(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    import math
-
-    return math.lcm(*a, *b)
-
-
-def describe(mapping, our_blocks, their_blocks, *, first_token, end_token, num_tokens):
-    sizes = mapping.block_size_tokens
-
-    def sl(lists):
-        if len(lists) != len(sizes):
-            raise RemoteProtocolError(f"block lists for {len(lists)} cache groups; expected {len(sizes)}")
-        parts = []
-        for blocks, size in zip(lists, sizes):
-            wanted = block_range(first_token, end_token, size, whole_blocks_only=False)
-            if len(blocks) < wanted.stop:
-                raise RemoteProtocolError(f"{len(blocks)} blocks of {size} tokens cannot hold token {end_token - 1}")
-            parts.append(blocks[wanted.start : wanted.stop])
-        return parts
-
-    return _describe(mapping, sl(our_blocks), sl(their_blocks))
+def _offsets(rows: Rows, blocks: Int64Array, starts: Int64Array) -> Int64Array:
+    """Where chunks begin, from a region's base address on."""
+    rows_per_block = rows.block_tokens // rows.row_tokens
+    row = blocks[starts // rows.block_tokens] * rows_per_block + starts % rows.block_tokens // rows.row_tokens
+    in_row = starts % rows.row_tokens * rows.token_stride_bytes
+    offset: Int64Array = row * rows.row_stride_bytes + in_row
+    return offset

@@ -13,16 +13,28 @@ import torch
 
 from kvbaton.connector.caches import describe_caches, refuse_unsupported
 from kvbaton.errors import Unsupported
+from kvbaton.geometry.layout import Region
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NUM_BLOCKS = 6
+NUM_HEADS = 2
+CONTENT = 8
 
 
 class FullAttentionSpec:
     block_size = 16
+
+
+class MLAAttentionSpec:
+    block_size = 16
+
+
+class SlidingWindowSpec:
+    block_size = 16
+    sliding_window = 100
 
 
 class MambaSpec:
@@ -48,12 +60,15 @@ def config(**changed: Any) -> VllmConfig:
     model = SimpleNamespace(
         hf_config=SimpleNamespace(model_type="tiny"),
         get_total_num_hidden_layers=lambda: 2,
-        get_num_kv_heads=lambda _parallel: 2,
+        get_total_num_kv_heads=lambda: NUM_HEADS,
         get_head_size=lambda: 4,
     )
-    speculative = changed.pop("speculative_config", None)
+    speculative, role = changed.pop("speculative_config", None), changed.pop("kv_role", "kv_both")
     made = SimpleNamespace(
-        parallel_config=SimpleNamespace(**(parallel | changed)), speculative_config=speculative, model_config=model
+        parallel_config=SimpleNamespace(**(parallel | changed)),
+        speculative_config=speculative,
+        model_config=model,
+        kv_transfer_config=SimpleNamespace(kv_role=role),
     )
     return cast("VllmConfig", made)
 
@@ -64,8 +79,9 @@ def cache_config(*specs: object, layers: tuple[str, ...] = ("layer.0", "layer.1"
     return cast("KVCacheConfig", made)
 
 
-def tensors() -> dict[str, torch.Tensor]:
-    return {f"layer.{i}": torch.zeros(NUM_BLOCKS, 16, 2, 8, dtype=torch.bfloat16) for i in (1, 0)}
+def tensors(*, heads: int = NUM_HEADS, tokens: int = 16, blocks: int = NUM_BLOCKS) -> dict[str, torch.Tensor]:
+    """As vLLM hands them over: [blocks, heads, tokens, content], here head-major and dense."""
+    return {f"layer.{i}": torch.zeros(blocks, heads, tokens, CONTENT, dtype=torch.bfloat16) for i in (1, 0)}
 
 
 def test_a_layer_is_a_region_and_an_allocation_a_span() -> None:
@@ -74,21 +90,84 @@ def test_a_layer_is_a_region_and_an_allocation_a_span() -> None:
     layout.validate()
     assert [region.layer for region in layout.regions] == ["layer.0", "layer.1"]
     assert [region.base_address for region in layout.regions] == [caches[f"layer.{i}"].data_ptr() for i in (0, 1)]
-    assert {(r.block_bytes, r.block_stride_bytes, r.num_blocks) for r in layout.regions} == {(512, 512, NUM_BLOCKS)}
+    assert layout.regions[0] == Region(
+        layer="layer.0",
+        cache_group=0,
+        base_address=caches["layer.0"].data_ptr(),
+        num_rows=NUM_BLOCKS,
+        row_stride_bytes=512,
+        row_tokens=16,
+        num_heads=2,
+        total_heads=2,
+        head_stride_bytes=256,
+        token_stride_bytes=16,
+        content_bytes=16,
+    )
     assert (layout.dtype, layout.memory_kind, layout.block_size_tokens) == ("bfloat16", "DRAM", (16,))
+    assert layout.window_tokens == (0,)
     assert {span.address for span in spans} == {each.data_ptr() for each in caches.values()}
     assert {span.num_bytes for span in spans} == {NUM_BLOCKS * 512}
 
 
-def test_layers_of_one_allocation_are_registered_once_and_every_region_lies_inside() -> None:
-    whole = torch.zeros(NUM_BLOCKS, 2, 16, 2, 8, dtype=torch.bfloat16)
-    caches = {f"layer.{i}": whole[:, i] for i in (0, 1)}
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
+def test_in_every_axis_order_the_layout_finds_what_the_tensor_holds(order: str) -> None:
+    sizes = {"L": 2, "B": NUM_BLOCKS, "H": NUM_HEADS, "N": 16, "C": CONTENT}
+    memory = torch.arange(2 * NUM_BLOCKS * NUM_HEADS * 16 * CONTENT, dtype=torch.int32)
+    whole = memory.view([sizes[axis] for axis in order]).permute([order.index(axis) for axis in "LBHNC"])
+    caches = {f"layer.{i}": whole[i] for i in (0, 1)}
     layout, (span,) = describe_caches(config(), cache_config(), caches, tp_rank=0)
     layout.validate()
-    assert {region.block_stride_bytes for region in layout.regions} == {1024}
-    for region in layout.regions:
+    for index, region in enumerate(layout.regions):
+        for block, head, token in ((0, 0, 0), (3, 1, 7), (5, 0, 15)):
+            address = region.base_address + block * region.row_stride_bytes
+            address += head * region.head_stride_bytes + token * region.token_stride_bytes
+            assert memory[(address - memory.data_ptr()) // 4] == whole[index, block, head, token, 0]
         assert span.address <= region.base_address
         assert region.end_address <= span.address + span.num_bytes
+
+
+def test_a_block_of_several_kernel_blocks_is_several_rows() -> None:
+    caches = tensors(tokens=4, blocks=NUM_BLOCKS * 4)
+    layout, _ = describe_caches(config(), cache_config(), caches, tp_rank=0)
+    assert {(region.num_rows, region.row_tokens) for region in layout.regions} == {(NUM_BLOCKS * 4, 4)}
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "heads_on_rank", "spec", "total"),
+    [
+        (1, 2, FullAttentionSpec(), 2),
+        (2, 1, FullAttentionSpec(), 2),
+        (4, 1, FullAttentionSpec(), 2),
+        (4, 1, MLAAttentionSpec(), 1),
+        (2, 4, FullAttentionSpec(), 8),
+    ],
+    ids=["alone", "shared", "replicated", "latent", "a layer with more heads than the model says"],
+)
+def test_the_heads_of_all_ranks_are_known(tp_size: int, heads_on_rank: int, spec: object, total: int) -> None:
+    caches = tensors(heads=heads_on_rank)
+    layout, _ = describe_caches(config(tensor_parallel_size=tp_size), cache_config(spec), caches, tp_rank=tp_size - 1)
+    layout.validate()
+    assert {region.total_heads for region in layout.regions} == {total}
+
+
+def test_one_head_on_each_of_several_ranks_of_a_model_with_more_is_refused() -> None:
+    made = config(tensor_parallel_size=2)
+    cast("Any", made.model_config).get_total_num_kv_heads = lambda: 4
+    with pytest.raises(Unsupported, match=r"layer\.. has 1 KV head on each of 2 ranks while the model has 4"):
+        describe_caches(made, cache_config(), tensors(heads=1), tp_rank=0)
+
+
+def test_a_sliding_window_is_a_window_and_a_mixed_group_has_none() -> None:
+    layout, _ = describe_caches(config(), cache_config(SlidingWindowSpec()), tensors(), tp_rank=0)
+    assert layout.window_tokens == (100,)
+    mixed = cache_config(UniformSpec(SlidingWindowSpec(), FullAttentionSpec()))
+    assert describe_caches(config(), mixed, tensors(), tp_rank=0)[0].window_tokens == (0,)
+
+
+def test_stages_and_ranks_are_told() -> None:
+    made = config(pipeline_parallel_size=2, tensor_parallel_size=2, kv_role="kv_producer")
+    layout, _ = describe_caches(made, cache_config(), tensors(heads=1), tp_rank=1, pp_rank=1)
+    assert (layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_rank) == (2, 1, 2, 1)
 
 
 def test_tensors_of_layers_in_no_group_are_left_out() -> None:
@@ -99,10 +178,15 @@ def test_tensors_of_layers_in_no_group_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.zeros(2, NUM_BLOCKS, 16), torch.zeros(NUM_BLOCKS, 16, 8).transpose(1, 2), torch.zeros(NUM_BLOCKS + 1, 16)],
-    ids=["keys and values first", "a block in pieces", "more blocks than configured"],
+    [
+        torch.zeros(2, NUM_BLOCKS, 16, 2, 8),
+        torch.zeros(NUM_BLOCKS, 2, 16, 8).transpose(2, 3),
+        torch.zeros(NUM_BLOCKS + 1, 2, 16, 8),
+        torch.zeros(NUM_BLOCKS, 2, 12, 8),
+    ],
+    ids=["keys and values first", "content in pieces", "more blocks than configured", "blocks of another size"],
 )
-def test_blocks_that_do_not_lie_in_one_piece_along_the_first_axis_are_refused(tensor: torch.Tensor) -> None:
+def test_what_is_not_blocks_heads_tokens_content_is_refused(tensor: torch.Tensor) -> None:
     with pytest.raises(Unsupported, match=r"layer\.0.*Choose another attention backend"):
         describe_caches(config(), cache_config(layers=("layer.0",)), {"layer.0": tensor}, tp_rank=0)
 
@@ -110,7 +194,8 @@ def test_blocks_that_do_not_lie_in_one_piece_along_the_first_axis_are_refused(te
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism of size 2"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism of size 2 is supported on prefill engines only"),
+        ({"pipeline_parallel_size": 2, "kv_role": "kv_consumer"}, "pipeline parallelism of size 2"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ({"speculative_config": object()}, "speculative decoding"),

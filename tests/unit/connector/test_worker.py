@@ -37,7 +37,10 @@ class Side:
 
     def register(self) -> Side:
         address = int(self.pool.ctypes.data)
-        self.worker.register(layout(Region("layer", 0, address, 64, 64, 8)), [Span(address, self.pool.nbytes, 0)])
+        self.worker.register(
+            layout(Region("layer", 0, address, 8, 64, 16, 1, 1, 64, 4, 4), num_kv_heads=1),
+            [Span(address, self.pool.nbytes, 0)],
+        )
         return self
 
 

@@ -8,7 +8,19 @@ from kvbaton.geometry.layout import KVLayout, Region
 
 
 def region(layer: str = "layer.0", **changed: int) -> Region:
-    values = {"cache_group": 0, "base_address": 4096, "block_stride_bytes": 64, "block_bytes": 64, "num_blocks": 8}
+    """Eight blocks of 16 tokens, two heads, four bytes of content, token-major and dense: 128 bytes per block."""
+    values = {
+        "cache_group": 0,
+        "base_address": 4096,
+        "num_rows": 8,
+        "row_stride_bytes": 128,
+        "row_tokens": 16,
+        "num_heads": 2,
+        "total_heads": 2,
+        "head_stride_bytes": 4,
+        "token_stride_bytes": 8,
+        "content_bytes": 4,
+    }
     return Region(layer, **(values | changed))
 
 
@@ -16,6 +28,7 @@ def layout(*regions: Region, **changed: object) -> KVLayout:
     whole = KVLayout(
         regions=regions or (region("layer.0"), region("layer.1", base_address=8192)),
         block_size_tokens=(16,),
+        window_tokens=(0,),
         memory_kind="DRAM",
         device_id=0,
         model="tiny, 2 layers",
@@ -26,5 +39,6 @@ def layout(*regions: Region, **changed: object) -> KVLayout:
         tp_size=1,
         tp_rank=0,
         pp_size=1,
+        pp_rank=0,
     )
     return msgspec.structs.replace(whole, **changed)
