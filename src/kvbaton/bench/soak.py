@@ -32,6 +32,7 @@ from kvbaton.launch.models import resolve_model
 from kvbaton.launch.plan import build_plan
 from kvbaton.launch.progress import Progress, Row, progress_for
 from kvbaton.launch.remedy import usage_error
+from kvbaton.launch.spec import Connector
 from kvbaton.launch.supervisor import Deployment, Instance, Interrupted
 from kvbaton.launch.up import Interruptions
 from kvbaton.types import Direction
@@ -42,6 +43,7 @@ _POOL_WAIT_S = 90.0
 _RESTARTS = 3
 _ENGINE_ARGS = ("--max-num-batched-tokens", "512", "--max-model-len", "4096")
 """Small steps, so that long prompts come in several chunks and transfers in several segments."""
+_ONLY_DIRECTION = {Connector.NIXL_PULL: (Direction.PULL,), Connector.NIXL_PUSH: (Direction.PUSH,)}
 _DEV_ENDPOINTS = {"VLLM_SERVER_DEV_MODE": "1"}
 """vLLM then lets its prefix cache be reset over HTTP, the one question that tells whether any block is held."""
 
@@ -63,7 +65,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def directions(self) -> tuple[Direction, ...]:
         """An in-tree connector has one; ours has both at once."""
-        return (self.mode.direction,) if self.mode.is_in_tree else tuple(Direction)
+        return _ONLY_DIRECTION.get(self.mode.connector, tuple(Direction))
 
     def plan(self) -> SoakPlan:
         return plan_soak(
@@ -210,7 +212,7 @@ class Soak:
             deployment = stack.enter_context(self._deployment(mode, env | _DEV_ENDPOINTS))
             if mode.is_hand_edited:
                 hand_edit.check_hand_edit(deployment.instances)
-            urls = {mode.direction: deployment.router_url}
+            urls = {deployment.spec.effective_direction: deployment.router_url}
             for direction in self._settings.directions:
                 if direction not in urls:
                     urls[direction] = stack.enter_context(second_router(deployment, direction))

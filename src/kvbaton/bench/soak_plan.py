@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 FIRST_TOKEN, LAST_TOKEN = 3, 255
 """Ordinary tokens of every vocabulary, the tiny model's included."""
-_LENGTHS: tuple[tuple[float, int, int], ...] = ((0.25, 1, 31), (0.5, 32, 256), (0.2, 257, 1024), (0.05, 1025, 2500))
+_LENGTHS: tuple[tuple[float, int, int], ...] = ((0.3, 1, 31), (0.5, 32, 192), (0.17, 193, 768), (0.03, 769, 2500))
 """Share, least and most tokens: less than a block, some blocks, about a chunk, several chunks."""
 _OUTPUT_TOKENS = (1, 2, 8, 16, 16, 24, 48)
 _REPEATED, _CONTINUED = 0.15, 0.2

@@ -153,8 +153,14 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             f"* command: `{where.command}`",
             f"* {where.date}, {where.machine}, load before {where.load_at_start}; {versions}",
             f"* {settings}",
-            f"* {self.num_requests} requests, {len(self.attempts)} attempts in {self.took_s:.0f} s",
+            f"* {self.num_requests} requests, {self.num_failed_requests} of them told to come again at least once; "
+            f"{len(self.attempts)} attempts in {self.took_s:.0f} s",
         ]
+
+    @property
+    def num_failed_requests(self) -> int:
+        """Requests of which at least one attempt was told to come again."""
+        return len({attempt.request for attempt in self.attempts if attempt.verdict is Verdict.FAILED})
 
     def _verdict_rows(self) -> list[list[str]]:
         rows = [["verdict", "attempts", "median s", "p99 s", "longest s"]]
