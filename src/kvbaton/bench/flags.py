@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+from collections.abc import Sequence
 
 from kvbaton.bench.passage import QUESTION
 
@@ -104,6 +106,11 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
     _add_state_dir(parser)
     for hidden in ("--engine-command", "--router-command"):
         add(hidden, action="append", help=argparse.SUPPRESS)
+
+
+def words_of(texts: Sequence[str] | None) -> tuple[str, ...] | None:
+    """A command of shell words, given in one flag or several; None when there is none."""
+    return tuple(word for text in texts or () for word in shlex.split(text)) or None
 
 
 def _add_model(parser: argparse.ArgumentParser, default: str = "smollm2") -> None:

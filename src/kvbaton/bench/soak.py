@@ -19,6 +19,7 @@ from typing import TextIO
 import msgspec
 
 from kvbaton.bench import hand_edit, modes, soak_pools, surroundings
+from kvbaton.bench.flags import words_of
 from kvbaton.bench.modes import Mode, Setup
 from kvbaton.bench.records import Environment
 from kvbaton.bench.second_router import second_router
@@ -161,8 +162,8 @@ def setup_from(flags: argparse.Namespace, model: str) -> Setup:
         engine_args=_ENGINE_ARGS,
         startup_timeout_s=flags.startup_timeout,
         trace=True,
-        engine_command=tuple(flags.engine_command) if flags.engine_command else None,
-        router_command=tuple(flags.router_command) if flags.router_command else None,
+        engine_command=words_of(flags.engine_command),
+        router_command=words_of(flags.router_command),
     )
 
 

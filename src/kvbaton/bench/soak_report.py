@@ -153,8 +153,10 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             f"* command: `{where.command}`",
             f"* {where.date}, {where.machine}, load before {where.load_at_start}; {versions}",
             f"* {settings}",
-            f"* {self.num_requests} requests, {self.num_failed_requests} of them told to come again at least once; "
-            f"{len(self.attempts)} attempts in {self.took_s:.0f} s",
+            (
+                f"* {self.num_requests} requests, {self.num_failed_requests} of them told to come again at least once; "
+                f"{len(self.attempts)} attempts in {self.took_s:.0f} s"
+            ),
         ]
 
     @property
