@@ -68,6 +68,17 @@ def pair(right: Expected, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     yield from start_pair("faults", tmp_path_factory.mktemp("faults"))
 
 
+@pytest.fixture(autouse=True)
+def everybody_lives(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails half way leaves no dead engine to the next one."""
+    yield
+    if "pair" in request.fixturenames:
+        shared: Pair = request.getfixturevalue("pair")
+        for instance in (shared.prefill, shared.decode):
+            if instance.exit_code is not None:
+                revive(shared, instance)
+
+
 def revive(pair: Pair, victim: Instance) -> None:
     """It serves again on its port, and both routers have found that out by themselves."""
     pair.deployment.start(victim)

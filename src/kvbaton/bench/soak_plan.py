@@ -75,7 +75,10 @@ class SoakPlan(msgspec.Struct, frozen=True, kw_only=True):
 def plan_soak(
     rng: Generator, *, num_requests: int, leaving_share: float, kills_per_engine: int, directions: Sequence[Direction]
 ) -> SoakPlan:
-    """A soak of `num_requests`; P and D are killed in turn, evenly spread, a little off the even places."""
+    """A soak of `num_requests`; P and D are killed in turn, evenly spread, a little off the even places.
+
+    Only the requests' directions depend on `directions`: every connector is sent the same prompts.
+    """
     prompts: list[tuple[int, ...]] = []
     requests: list[SoakRequest] = []
     for _ in range(num_requests):
@@ -120,7 +123,7 @@ def _request(rng: Generator, number: int, leaving_share: float, directions: Sequ
         prompt=number,
         output_tokens=rng.choice(_OUTPUT_TOKENS),
         is_streaming=rng.random() < 0.5,
-        direction=rng.choice(directions),
+        direction=directions[int(rng.random() * len(directions))],
     )
     if rng.random() >= leaving_share:
         return request

@@ -36,6 +36,18 @@ class TestPlan:
         assert plan(3) == plan(3)
         assert plan(3) != plan(4)
 
+    def test_every_connector_is_sent_the_same(self) -> None:
+        one_way = plan_soak(
+            random.Random(3), num_requests=200, leaving_share=0.1, kills_per_engine=2, directions=(Direction.PULL,)
+        )
+        both = plan(3, 200)
+        assert (one_way.prompts, one_way.max_output_tokens, one_way.kills) == (
+            both.prompts,
+            both.max_output_tokens,
+            both.kills,
+        )
+        assert {request.direction for request in one_way.requests} == {Direction.PULL}
+
     def test_everything_that_was_promised_is_in_it(self) -> None:
         made = plan(1)
         lengths = [len(made.prompts[request.prompt]) for request in made.requests]
