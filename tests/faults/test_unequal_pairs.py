@@ -18,8 +18,6 @@ pytestmark = [
     pytest.mark.engines,
     pytest.mark.faults,
     pytest.mark.timeout(900),
-    # Strict: the day they are supported these pass, and that is reported until this line goes.
-    pytest.mark.xfail(reason="unequal pairs are refused by name until the new geometry is in", strict=True),
 ]
 
 PROMPTS: list[Prompt] = [

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.geometry.layout import KVLayout, Region, plain
 from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
 from kvbaton.protocol.params import DecodeTicket
 from kvbaton.protocol.rendezvous import Deadlines
@@ -152,8 +152,7 @@ class Engine:
                 num_heads=1,
                 total_heads=1,
                 head_stride_bytes=BLOCK_BYTES,
-                token_stride_bytes=token_bytes,
-                content_bytes=token_bytes,
+                parts=plain(token_bytes, token_bytes),
             )
             for index, layer in enumerate(LAYERS)
         ]
@@ -168,6 +167,7 @@ class Engine:
             num_kv_heads=1,
             head_dim=12,
             axis_order="LBNHC",
+            packing="",
             tp_size=1,
             tp_rank=0,
             pp_size=1,

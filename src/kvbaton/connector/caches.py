@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvbaton.errors import Unsupported
-from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.geometry.layout import KVLayout, Part, Region, plain
 from kvbaton.transport.base import Span
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _NUM_AXES = 4
+_TRANSPOSED_KEYS = {"cpu vec", "cpu vec16"}
 _LATENT_SPECS = {"MLAAttentionSpec"}
 _SUPPORTED_SPECS = {"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "ChunkedLocalAttentionSpec"}
 
@@ -69,12 +70,13 @@ def describe_caches(
     tensors = {layer: tensor for layer, tensor in kv_caches.items() if layer in group_of_layer}
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     block_sizes = tuple(group.kv_cache_spec.block_size for group in groups)
+    packings = {layer: _packing(vllm_config, layer, tensor) for layer, tensor in tensors.items()}
     regions = []
     for layer, tensor in tensors.items():
         index = group_of_layer[layer]
         rows_per_block = _rows_per_block(layer, tensor, block_sizes[index], kv_cache_config.num_blocks)
         heads = _total_heads(groups[index].kv_cache_spec, layer, tensor, model.get_total_num_kv_heads(), parallel)
-        regions.append(_region(layer, index, tensor, block_sizes[index] // rows_per_block, heads))
+        regions.append(_region(layer, index, tensor, block_sizes[index] // rows_per_block, heads, packings[layer]))
     device = next(iter(tensors.values())).device
     layout = KVLayout(
         regions=tuple(sorted(regions, key=lambda region: region.layer)),
@@ -87,6 +89,7 @@ def describe_caches(
         num_kv_heads=model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
         axis_order=str(kv_cache_config.kv_cache_layout or "unnamed"),
+        packing=", ".join(sorted(set(packings.values()))),
         tp_size=parallel.tensor_parallel_size,
         tp_rank=tp_rank,
         pp_size=parallel.pipeline_parallel_size,
@@ -130,7 +133,7 @@ def _window_tokens(spec: object) -> int:
     return max((int(window) for window in windows if window), default=0) if all(windows) else 0
 
 
-def _region(layer: str, group: int, tensor: torch.Tensor, row_tokens: int, total_heads: int) -> Region:
+def _region(layer: str, group: int, tensor: torch.Tensor, row_tokens: int, total_heads: int, packing: str) -> Region:
     size_bytes = tensor.element_size()
     row_stride, head_stride, token_stride, _ = (stride * size_bytes for stride in tensor.stride())
     content_bytes = int(tensor.shape[3]) * size_bytes
@@ -145,9 +148,32 @@ def _region(layer: str, group: int, tensor: torch.Tensor, row_tokens: int, total
         total_heads=total_heads,
         # The stride of an axis of one is whatever torch made of it.
         head_stride_bytes=head_stride if tensor.shape[1] > 1 else max(head_stride, content_bytes),
-        token_stride_bytes=token_stride,
-        content_bytes=content_bytes,
+        parts=_parts(packing, row_tokens, token_stride, content_bytes, size_bytes),
     )
+
+
+def _parts(
+    packing: str, row_tokens: int, token_stride_bytes: int, content_bytes: int, size_bytes: int
+) -> tuple[Part, ...]:
+    """Where one head of one row has its tokens."""
+    if not packing:
+        return plain(token_stride_bytes, content_bytes)
+    half_bytes = content_bytes // 2
+    if packing in _TRANSPOSED_KEYS:
+        # Keys as [head dimension, tokens], then values as [tokens, head dimension] (tests/unit/connector checks it).
+        keys = Part(0, 1, size_bytes, half_bytes // size_bytes, row_tokens * size_bytes, size_bytes)
+        values = Part(row_tokens * half_bytes, 1, half_bytes, 1, half_bytes, half_bytes)
+        return keys, values
+    whole_bytes = row_tokens * content_bytes
+    return (Part(0, row_tokens, whole_bytes, 1, whole_bytes, whole_bytes),)
+
+
+def _packing(vllm_config: VllmConfig, layer: str, tensor: torch.Tensor) -> str:
+    """How the attention kernel orders a head's row inside: vLLM's CPU kernels do it by instruction set."""
+    if tensor.device.type != "cpu":
+        return ""
+    attention = vllm_config.compilation_config.static_forward_context.get(layer)
+    return f"cpu {getattr(attention, 'isa', 'unknown')}"
 
 
 def _spans(tensors: Mapping[str, torch.Tensor]) -> list[Span]:

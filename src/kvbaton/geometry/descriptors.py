@@ -124,20 +124,25 @@ def _wanted(
 def _describe_class(
     alike: RegionClass, ours: Int64Array, theirs: Int64Array, starts: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    if starts.size == 0:
+    our_row, our_chunk = _rows_of(alike.ours, ours, starts, alike.chunk_tokens)
+    their_row, their_chunk = _rows_of(alike.theirs, theirs, starts, alike.chunk_tokens)
+    parts: list[tuple[Int64Array, Int64Array, Int64Array]] = []
+    for (our_place, their_place), pieces in alike.pieces.items():
+        here = (our_chunk == our_place) & (their_chunk == their_place)
+        our_offset = (our_row[here, None] + pieces.ours[None, :]).ravel()
+        their_offset = (their_row[here, None] + pieces.theirs[None, :]).ravel()
+        parts.append((our_offset, their_offset, np.tile(pieces.length_bytes, int(np.count_nonzero(here)))))
+    our_offset, their_offset, length = (np.concatenate(column) for column in zip(*parts, strict=True))
+    if length.size == 0:
         return _NO_ROWS, _NO_ROWS, _NO_ROWS
-    our_offset = (_offsets(alike.ours, ours, starts)[:, None] + alike.our_piece[None, :]).ravel()
-    their_offset = (_offsets(alike.theirs, theirs, starts)[:, None] + alike.their_piece[None, :]).ravel()
-    our_offset, their_offset, length = join(our_offset, their_offset, np.tile(alike.piece_bytes, starts.size))
+    our_offset, their_offset, length = join(our_offset, their_offset, length)
     our_address = alike.our_base[:, None] + our_offset[None, :]
     their_address = alike.their_base[:, None] + their_offset[None, :]
     return our_address.ravel(), their_address.ravel(), np.tile(length, alike.our_base.size)
 
 
-def _offsets(rows: Rows, blocks: Int64Array, starts: Int64Array) -> Int64Array:
-    """Where chunks begin, from a region's base address on."""
+def _rows_of(rows: Rows, blocks: Int64Array, starts: Int64Array, chunk_tokens: int) -> tuple[Int64Array, Int64Array]:
+    """(where the rows of the chunks begin, from a region's base address on; which chunk of its row each of them is)."""
     rows_per_block = rows.block_tokens // rows.row_tokens
     row = blocks[starts // rows.block_tokens] * rows_per_block + starts % rows.block_tokens // rows.row_tokens
-    in_row = starts % rows.row_tokens * rows.token_stride_bytes
-    offset: Int64Array = row * rows.row_stride_bytes + in_row
-    return offset
+    return row * rows.row_stride_bytes, starts % rows.row_tokens // chunk_tokens

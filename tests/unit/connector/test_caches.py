@@ -11,9 +11,10 @@ pytest.importorskip("vllm", exc_type=ImportError)
 
 import torch
 
+from kvbaton.connector import caches as caches_module
 from kvbaton.connector.caches import describe_caches, refuse_unsupported
 from kvbaton.errors import Unsupported
-from kvbaton.geometry.layout import Region
+from kvbaton.geometry.layout import Part, Region
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +51,7 @@ class UniformSpec:
         self.kv_cache_specs = dict(enumerate(specs))
 
 
-def config(**changed: Any) -> VllmConfig:
+def config(isa: str = "vec", **changed: Any) -> VllmConfig:
     parallel = {
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
@@ -69,6 +70,9 @@ def config(**changed: Any) -> VllmConfig:
         speculative_config=speculative,
         model_config=model,
         kv_transfer_config=SimpleNamespace(kv_role=role),
+        compilation_config=SimpleNamespace(
+            static_forward_context={f"layer.{i}": SimpleNamespace(isa=isa) for i in range(2)}
+        ),
     )
     return cast("VllmConfig", made)
 
@@ -100,8 +104,7 @@ def test_a_layer_is_a_region_and_an_allocation_a_span() -> None:
         num_heads=2,
         total_heads=2,
         head_stride_bytes=256,
-        token_stride_bytes=16,
-        content_bytes=16,
+        parts=(Part(0, 1, 2, 4, 32, 2), Part(128, 1, 8, 1, 8, 8)),
     )
     assert (layout.dtype, layout.memory_kind, layout.block_size_tokens) == ("bfloat16", "DRAM", (16,))
     assert layout.window_tokens == (0,)
@@ -110,7 +113,10 @@ def test_a_layer_is_a_region_and_an_allocation_a_span() -> None:
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"])
-def test_in_every_axis_order_the_layout_finds_what_the_tensor_holds(order: str) -> None:
+def test_in_every_axis_order_the_layout_finds_what_the_tensor_holds(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caches_module, "_packing", lambda *_: "")  # as on a device whose kernels use plain strides
     sizes = {"L": 2, "B": NUM_BLOCKS, "H": NUM_HEADS, "N": 16, "C": CONTENT}
     memory = torch.arange(2 * NUM_BLOCKS * NUM_HEADS * 16 * CONTENT, dtype=torch.int32)
     whole = memory.view([sizes[axis] for axis in order]).permute([order.index(axis) for axis in "LBHNC"])
@@ -120,10 +126,45 @@ def test_in_every_axis_order_the_layout_finds_what_the_tensor_holds(order: str) 
     for index, region in enumerate(layout.regions):
         for block, head, token in ((0, 0, 0), (3, 1, 7), (5, 0, 15)):
             address = region.base_address + block * region.row_stride_bytes
-            address += head * region.head_stride_bytes + token * region.token_stride_bytes
+            address += head * region.head_stride_bytes + token * region.parts[0].group_stride_bytes
             assert memory[(address - memory.data_ptr()) // 4] == whole[index, block, head, token, 0]
         assert span.address <= region.base_address
         assert region.end_address <= span.address + span.num_bytes
+
+
+@pytest.mark.parametrize(("isa", "tokens"), [("vec", 32), ("vec", 64), ("vec16", 16), ("vec16", 48)])
+def test_keys_and_values_are_where_vllms_cpu_kernel_puts_them(isa: str, tokens: int) -> None:
+    """Found: its keys are transposed within a block, so blocks of another size were cut across and answers were wrong."""
+    from vllm import _custom_ops as ops  # noqa: PLC0415
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    current_platform.import_kernels()
+    head_dim, block = 64, 1
+    cache = torch.zeros(NUM_BLOCKS, NUM_HEADS, tokens, 2 * head_dim)
+    keys, values = torch.rand(tokens, NUM_HEADS, head_dim), torch.rand(tokens, NUM_HEADS, head_dim)
+    halves = cache.view(NUM_BLOCKS, NUM_HEADS, tokens * 2, -1).chunk(2, dim=2)
+    slots = torch.arange(tokens) + block * tokens
+    ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
+
+    spec = FullAttentionSpec()
+    spec.block_size = tokens
+    layout, _ = describe_caches(config(isa), cache_config(spec), {"layer.0": cache}, tp_rank=0)
+    layout.validate()
+    region, memory = layout.regions[0], cache.flatten()
+    for head, token in ((0, 0), (1, 5), (0, tokens - 1)):
+        start = block * region.row_stride_bytes + head * region.head_stride_bytes
+        for part, expected in zip(region.parts, (keys, values), strict=True):
+            at = (start + part.offset_bytes + token * part.group_stride_bytes) // 4
+            num, step = part.num_units, part.unit_stride_bytes // 4
+            found = memory[at : at + num * step : step] if num > 1 else memory[at : at + part.unit_bytes // 4]
+            assert torch.equal(found, expected[token, head])
+
+
+def test_what_a_kernel_orders_by_rules_we_do_not_know_is_moved_in_whole_blocks() -> None:
+    layout, _ = describe_caches(config("amx"), cache_config(), tensors(), tp_rank=0)
+    layout.validate()
+    assert layout.packing == "cpu amx"
+    assert {region.parts for region in layout.regions} == {(Part(0, 16, 256, 1, 256, 256),)}
 
 
 def test_a_block_of_several_kernel_blocks_is_several_rows() -> None:

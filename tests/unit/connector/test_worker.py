@@ -16,7 +16,7 @@ from kvbaton.connector.handover import StepHandover
 from kvbaton.connector.settings import ConnectorSettings
 from kvbaton.connector.worker import WorkerSide
 from kvbaton.errors import UsageError
-from kvbaton.geometry.layout import Region
+from kvbaton.geometry.layout import Region, plain
 from kvbaton.protocol.params import DecodeTicket
 from kvbaton.runtime.events import Batch, DestinationOpened, SourceAdvanced, SourceFinished, SourceOpened
 from kvbaton.transport.base import Span
@@ -38,7 +38,7 @@ class Side:
     def register(self) -> Side:
         address = int(self.pool.ctypes.data)
         self.worker.register(
-            layout(Region("layer", 0, address, 8, 64, 16, 1, 1, 64, 4, 4), num_kv_heads=1),
+            layout(Region("layer", 0, address, 8, 64, 16, 1, 1, 64, plain(4, 4)), num_kv_heads=1),
             [Span(address, self.pool.nbytes, 0)],
         )
         return self

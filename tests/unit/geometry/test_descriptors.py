@@ -6,7 +6,7 @@ import pytest
 
 from kvbaton.errors import RemoteProtocolError
 from kvbaton.geometry.descriptors import Descriptors, alignment_tokens, describe
-from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.geometry.layout import KVLayout, Region, plain
 from kvbaton.geometry.mapping import PeerMapping, map_layouts
 from kvbaton.types import End
 from tests.unit.geometry.layouts import layout, region
@@ -20,11 +20,11 @@ def rows(descriptors: Descriptors) -> Rows:
     return sorted(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def dense(layer: str = "a", base: int = 10000, *, tokens: int = 4, stride: int = 0, **changed: int) -> Region:
+def dense(layer: str = "a", base: int = 10000, *, tokens: int = 4, stride: int = 0, **changed: object) -> Region:
     """Ten blocks; one head, a byte per token."""
-    plain = {"num_heads": 1, "total_heads": 1, "head_stride_bytes": 99, "token_stride_bytes": 1, "content_bytes": 1}
+    one = {"num_heads": 1, "total_heads": 1, "head_stride_bytes": 99, "parts": plain(1, 1)}
     shape = {"row_tokens": tokens, "row_stride_bytes": stride or tokens, "num_rows": 10, "base_address": base}
-    return region(layer, **(plain | shape | changed))
+    return region(layer, **(one | shape | changed))
 
 
 def of(*regions: Region, block: int = 4, window: int = 0) -> KVLayout:
