@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Expected:
         return answers_of(deployment.router_url, wanted)
 
 
+@contextlib.contextmanager
 def start_pair(name: str, tmp: Path, **changes: object) -> Iterator[Pair]:
     spec = make_spec(name, tmp, connector=Connector.BATON, **changes)
     with Deployment(spec) as deployment, second_router(deployment, Direction.PULL) as pull_url:
@@ -65,7 +67,8 @@ def start_pair(name: str, tmp: Path, **changes: object) -> Iterator[Pair]:
 @pytest.fixture(scope="session")
 def pair(right: Expected, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Depends on `right`, so that the two never compete for the cores."""
-    yield from start_pair("faults", tmp_path_factory.mktemp("faults"))
+    with start_pair("faults", tmp_path_factory.mktemp("faults")) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ def test_block_sizes(
         "decode_args": ("--block-size", str(decode_size)),
     }
     right = expected_of(1)  # before the pair starts: three engines are too many for the cores
-    for pair in start_pair("blocks", tmp_path, **sizes):
+    with start_pair("blocks", tmp_path, **sizes) as pair:
         assert_parity(pair, right)
 
 
@@ -72,5 +72,5 @@ def test_tensor_parallel_sizes(
 ) -> None:
     right = expected_of(decode_tp)
     # Both engines share the two cores; ranks of one engine need a core each.
-    for pair in start_pair("ranks", tmp_path, prefill_tp=prefill_tp, decode_tp=decode_tp, pin=False):
+    with start_pair("ranks", tmp_path, prefill_tp=prefill_tp, decode_tp=decode_tp, pin=False) as pair:
         assert_parity(pair, right)
