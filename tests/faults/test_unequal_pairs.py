@@ -14,7 +14,7 @@ from kvbaton.types import Direction
 from tests.engines.conftest import Pair, make_spec, wait_until_empty
 from tests.engines.prompts import Prompt
 from tests.faults.asking import Expected, assert_all_right, verdicts
-from tests.faults.conftest import NUM_TOKENS, _prompts, answers_of, start_pair
+from tests.faults.conftest import NUM_TOKENS, fresh_prompts, answers_of, start_pair
 
 pytestmark = [
     pytest.mark.engines,
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 PROMPTS: list[Prompt] = [
-    *_prompts(4, [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 511, 512, 513, 900, 1500]),
+    *fresh_prompts(4, [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 511, 512, 513, 900, 1500]),
 ]
 CONTINUED: list[Prompt] = [
     (*prompt, *range(10, 10 + extra)) for prompt, extra in zip(PROMPTS[8:], range(1, 90, 8), strict=False)
