@@ -14,7 +14,7 @@ from kvbaton.types import Direction
 from tests.engines.conftest import Pair, make_spec, wait_until_empty
 from tests.engines.prompts import Prompt
 from tests.faults.asking import Expected, assert_all_right, verdicts
-from tests.faults.conftest import NUM_TOKENS, fresh_prompts, answers_of, start_pair
+from tests.faults.conftest import NUM_TOKENS, answers_of, fresh_prompts, start_pair
 
 pytestmark = [
     pytest.mark.engines,
