@@ -35,7 +35,7 @@ from kvbaton.protocol.messages import (
     encode,
 )
 from kvbaton.protocol.params import DecodeTicket, PrefillTicket, _Wire, parse_params
-from kvbaton.types import Direction, Outcome, RequestId
+from kvbaton.types import Direction, End, Outcome, RequestId
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -43,11 +43,12 @@ ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 counts = st.integers(0, (1 << 63) - 1)
 blocks = st.lists(st.lists(st.integers(0, (1 << 31) - 1), max_size=4).map(tuple), max_size=3).map(tuple)
 any_int = st.integers(-(1 << 63), (1 << 64) - 1) | st.integers(-1, 70)
-regions = st.builds(Region, ids, *[any_int] * 5)
+regions = st.builds(Region, ids, *[any_int] * 10)
 layouts = st.builds(
     KVLayout,
     regions=st.lists(regions, max_size=3).map(tuple),
     block_size_tokens=st.lists(any_int, max_size=3).map(tuple),
+    window_tokens=st.lists(any_int, max_size=3).map(tuple),
     memory_kind=ids,
     device_id=any_int,
     model=ids,
@@ -58,6 +59,7 @@ layouts = st.builds(
     tp_size=any_int,
     tp_rank=any_int,
     pp_size=any_int,
+    pp_rank=any_int,
 )
 hellos = st.builds(Hello, any_int, ids, counts, ids, st.binary(max_size=30), layouts)
 reasons = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -151,7 +153,7 @@ SANE = st.builds(
     Region,
     st.sampled_from(("a", "b")),
     st.integers(0, 1),
-    *[st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64)] * 4,
+    *[st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64)] * 9,
 )
 
 
@@ -160,11 +162,13 @@ def test_a_peers_layout_is_refused_or_can_be_addressed(layout: KVLayout, ours: o
     """Found: a stride or a device that fits msgpack but not an address table ended the transfer thread."""
     try:
         layout.validate()
-        mapping = map_layouts(layout, layout)
+        mapping = map_layouts(layout, layout, End.SOURCE)
     except (RemoteProtocolError, Incompatible):
         return
     with contextlib.suppress(RemoteProtocolError):
-        found = describe(mapping, ours, theirs)  # type: ignore[arg-type]
+        found = describe(  # type: ignore[arg-type]
+            mapping, ours, theirs, first_token=0, end_token=20, num_tokens=20
+        )
         assert (found.our_address > 0).all()
         assert (found.length_bytes > 0).all()
 
@@ -173,6 +177,7 @@ def _sane(regions: tuple[Region, ...]) -> KVLayout:
     return KVLayout(
         regions=regions,
         block_size_tokens=(16, 16),
+        window_tokens=(0, 8),
         memory_kind="DRAM",
         device_id=0,
         model="m",
@@ -183,6 +188,7 @@ def _sane(regions: tuple[Region, ...]) -> KVLayout:
         tp_size=1,
         tp_rank=0,
         pp_size=1,
+        pp_rank=0,
     )
 
 

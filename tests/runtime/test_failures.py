@@ -69,7 +69,7 @@ def test_a_registration_for_another_engine_is_refused_at_once(direction: Directi
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"block_size_tokens": (8,)}, ("block size differs", "[4]", "[8]")),
+        ({"head_dim": 99}, ("head dimension differs", "12", "99")),
         ({"dtype": "float16"}, ("KV cache dtype differs", "uint8", "float16")),
         ({"regions": "half"}, ("set of layers differs", "layer.1", "[]")),
         ({"model": "x" * 5000}, ("model differs", "tiny")),  # too long for the wire, still told

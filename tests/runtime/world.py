@@ -131,12 +131,25 @@ class Engine:
         layer_bytes = NUM_BLOCKS * BLOCK_BYTES
         base = self.pool.ctypes.data
         regions = [
-            Region(layer, 0, base + index * layer_bytes, BLOCK_BYTES, BLOCK_BYTES, NUM_BLOCKS)
+            Region(
+                layer=layer,
+                cache_group=0,
+                base_address=base + index * layer_bytes,
+                num_rows=NUM_BLOCKS,
+                row_stride_bytes=BLOCK_BYTES,
+                row_tokens=BLOCK_SIZE,
+                num_heads=1,
+                total_heads=1,
+                head_stride_bytes=BLOCK_BYTES,
+                token_stride_bytes=BLOCK_BYTES // BLOCK_SIZE,
+                content_bytes=BLOCK_BYTES // BLOCK_SIZE,
+            )
             for index, layer in enumerate(LAYERS)
         ]
         return KVLayout(
             regions=tuple(regions),
             block_size_tokens=(BLOCK_SIZE,),
+            window_tokens=(0,),
             memory_kind="DRAM",
             device_id=0,
             model="tiny",
@@ -147,6 +160,7 @@ class Engine:
             tp_size=1,
             tp_rank=0,
             pp_size=1,
+            pp_rank=0,
         )
 
     # -- what the engine's thread would do ---------------------------------------------------------------------------

@@ -5,8 +5,8 @@ Invariant: everything unsupported is refused here, once, at start, by name and w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from kvbaton.errors import Unsupported
 from kvbaton.geometry.layout import KVLayout, Region
@@ -15,37 +15,66 @@ from kvbaton.transport.base import Span
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-_SUPPORTED_SPECS = {"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "ChunkedLocalAttentionSpec"}
+_LATENT_SPECS = {"MLAAttentionSpec"}
+_SUPPORTED_SPECS = {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec", *_LATENT_SPECS}
 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises Unsupported naming the feature and what to change."""
-    parallel = vllm_config.parallel_config
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     sizes = {
-        "pipeline parallelism": parallel.pipeline_parallel_size,
         "decode context parallelism": parallel.decode_context_parallel_size,
         "prefill context parallelism": parallel.prefill_context_parallel_size,
     }
+    if transfer is not None and transfer.kv_role == "kv_consumer":
+        sizes["pipeline parallelism of a decode engine"] = parallel.pipeline_parallel_size
     for feature, size in sizes.items():
         if size > 1:
             raise Unsupported(f"{feature} of size {size} is not supported yet. Start the engine with size 1.")
     if vllm_config.speculative_config is not None:
         raise Unsupported("speculative decoding is not supported yet. Start the engine without --speculative-config.")
     for group in kv_cache_config.kv_cache_groups:
-        for spec in _layer_specs(group.kv_cache_spec):
-            if type(spec).__name__ not in _SUPPORTED_SPECS:
-                raise Unsupported(
-                    f"KV cache of kind {type(spec).__name__} (layers {', '.join(group.layer_names[:3])}...) is not "
-                    f"supported yet. Supported kinds: {', '.join(sorted(_SUPPORTED_SPECS))}."
-                )
+        if group.host_resident:
+            raise Unsupported(f"{_some(group.layer_names)}: a KV cache in host memory (HiSparse) is not supported yet.")
+        for layer, spec in _layer_specs(group):
+            _refuse_spec(layer, spec)
 
 
-def _layer_specs(spec: object) -> list[object]:
-    """A group of uniform type wraps one spec per layer; any other group is its own spec."""
-    inner = getattr(spec, "kv_cache_specs", None)
-    return list(inner.values()) if isinstance(inner, dict) else [spec]
+def _refuse_spec(layer: str, spec: Any) -> None:
+    kind = type(spec).__name__
+    if kind not in _SUPPORTED_SPECS:
+        raise Unsupported(
+            f"{layer}: a KV cache of kind {kind} is not supported yet. Supported kinds: "
+            f"{', '.join(sorted(_SUPPORTED_SPECS))}."
+        )
+    if spec.tokens_per_state != 1:
+        raise Unsupported(
+            f"{layer}: a compressed KV cache ({spec.tokens_per_state} tokens per stored state) is not supported yet."
+        )
+    if spec.num_heads != spec.num_kv_heads:
+        raise Unsupported(
+            f"{layer}: this attention backend stores {spec.num_kv_heads} KV heads in {spec.num_heads} slots, K and V "
+            "apart. Choose another attention backend or KV cache dtype."
+        )
+    chunk = getattr(spec, "attention_chunk_size", None) or 0
+    if kind == "ChunkedLocalAttentionSpec" and chunk % spec.block_size:
+        raise Unsupported(
+            f"{layer}: attention chunks of {chunk} tokens are not whole blocks of {spec.block_size}. "
+            f"Choose a block size that divides {chunk}."
+        )
+
+
+def _layer_specs(group: KVCacheGroupSpec) -> Iterator[tuple[str, Any]]:
+    """A group of uniform type wraps one spec per layer; any other group's spec is that of all its layers."""
+    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    for layer in group.layer_names:
+        yield layer, inner[layer] if isinstance(inner, dict) else group.kv_cache_spec
+
+
+def _some(layers: list[str]) -> str:
+    return ", ".join(layers[:3]) + ("..." if len(layers) > 3 else "")
 
 
 def describe_caches(
@@ -54,52 +83,125 @@ def describe_caches(
     kv_caches: Mapping[str, torch.Tensor],
     *,
     tp_rank: int,
+    pp_rank: int,
 ) -> tuple[KVLayout, list[Span]]:
     """This rank's layout, and the memory to register with the transport. Raises Unsupported."""
     refuse_unsupported(vllm_config, kv_cache_config)
-    group_of_layer = {
-        layer: index for index, group in enumerate(kv_cache_config.kv_cache_groups) for layer in group.layer_names
-    }
-    tensors = {layer: tensor for layer, tensor in kv_caches.items() if layer in group_of_layer}
-    regions = [
-        _region(layer, group_of_layer[layer], tensor, kv_cache_config.num_blocks) for layer, tensor in tensors.items()
-    ]
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    regions: list[Region] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        for layer, spec in _layer_specs(group):
+            tensors[layer] = kv_caches[layer]
+            total_heads = _total_heads(vllm_config, layer, spec)
+            regions.append(_region(layer, index, kv_caches[layer], spec, kv_cache_config.num_blocks, total_heads))
     device = next(iter(tensors.values())).device
-    model = vllm_config.model_config
     layout = KVLayout(
-        regions=tuple(sorted(regions, key=lambda region: region.layer)),
+        regions=tuple(_without_aliases(sorted(regions, key=lambda region: region.layer))),
         block_size_tokens=tuple(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups),
+        window_tokens=tuple(_window(group) for group in kv_cache_config.kv_cache_groups),
         memory_kind="DRAM" if device.type == "cpu" else "VRAM",
         device_id=device.index or 0,
         model=f"{model.hf_config.model_type}, {model.get_total_num_hidden_layers()} layers",
-        dtype=str(next(iter(tensors.values())).dtype).removeprefix("torch."),
-        num_kv_heads=model.get_num_kv_heads(vllm_config.parallel_config),
+        dtype=_dtype(vllm_config, tensors),
+        num_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
         axis_order=str(kv_cache_config.kv_cache_layout or "unnamed"),
-        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        tp_size=parallel.tensor_parallel_size,
         tp_rank=tp_rank,
-        pp_size=vllm_config.parallel_config.pipeline_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        pp_rank=pp_rank,
     )
     return layout, _spans(tensors)
 
 
-def _region(layer: str, group: int, tensor: torch.Tensor, num_blocks: int) -> Region:
-    """A layer's blocks along the tensor's first axis. Raises Unsupported when they do not lie there in one piece each."""
-    stride_bytes = tensor.stride(0) * tensor.element_size()
-    block = tensor[0]
-    if tensor.shape[0] != num_blocks or not block.is_contiguous():
+def _total_heads(vllm_config: VllmConfig, layer: str, spec: Any) -> int:
+    """KV heads of the layer over all ranks: what a rank holds of them is whole, or one of several copies of one head."""
+    tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    if type(spec).__name__ in _LATENT_SPECS:
+        return 1
+    num_heads = int(spec.num_kv_heads)
+    if num_heads > 1 or tp_size in {1, total}:
+        return num_heads * tp_size
+    if total > tp_size:
         raise Unsupported(
-            f"the KV cache of {layer} has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())}; each of its "
-            f"{num_blocks} blocks must be contiguous along the first axis. Choose another attention backend."
+            f"{layer} has one KV head on each of {tp_size} ranks where the model has {total}; whether they are copies "
+            f"of one cannot be known. Start the engine with tensor-parallel size 1."
         )
+    return total
+
+
+def _region(layer: str, group: int, tensor: torch.Tensor, spec: Any, num_blocks: int, total_heads: int) -> Region:
+    """A layer's tensor, logically [rows, heads, tokens, content] whatever the order in memory.
+
+    Rows are kernel blocks: vLLM may divide a block into several for its attention backend.
+    Raises Unsupported when the tensor is something else.
+    """
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    heads = int(spec.num_kv_heads)
+    is_known = len(shape) == 4 and shape[1] == heads and strides[3] == 1 and shape[0] % num_blocks == 0
+    if not is_known or shape[2] * (shape[0] // num_blocks) != spec.block_size:
+        raise Unsupported(
+            f"{layer}: the KV cache has shape {shape} and strides {strides}; expected {num_blocks} blocks (or whole "
+            f"multiples) x {heads} heads x tokens x content, {spec.block_size} tokens a block, content contiguous. "
+            "Choose another attention backend."
+        )
+    row_stride, head_stride, token_stride = (
+        stride * tensor.element_size() if size > 1 else shape[3] * tensor.element_size()
+        for stride, size in zip(strides[:3], shape[:3], strict=True)
+    )
     return Region(
         layer=layer,
         cache_group=group,
         base_address=tensor.data_ptr(),
-        block_stride_bytes=stride_bytes,
-        block_bytes=block.numel() * block.element_size(),
-        num_blocks=num_blocks,
+        num_rows=shape[0],
+        row_stride_bytes=row_stride,
+        row_tokens=shape[2],
+        num_heads=heads,
+        total_heads=total_heads,
+        head_stride_bytes=head_stride,
+        token_stride_bytes=token_stride,
+        content_bytes=shape[3] * tensor.element_size(),
     )
+
+
+def _without_aliases(regions: list[Region]) -> Iterator[Region]:
+    """Layers that share one cache (cross-layer KV sharing) are moved once, under the first name.
+
+    Regions of different groups may lie on the same bytes and stay: a block belongs to one group at a time.
+    """
+    seen = set()
+    for region in regions:
+        place = (region.cache_group, region.base_address)
+        if place not in seen:
+            seen.add(place)
+            yield region
+
+
+def _window(group: KVCacheGroupSpec) -> int:
+    """Tokens back from the newest that the group still needs; 0 when it keeps all of them. Raises Unsupported."""
+    windows = {_spec_window(spec) for _, spec in _layer_specs(group)} or {_spec_window(group.kv_cache_spec)}
+    if len(windows) > 1:
+        raise Unsupported(
+            f"{_some(group.layer_names)}: layers of one cache group with different windows ({sorted(windows)} tokens) are "
+            "not supported yet."
+        )
+    return windows.pop()
+
+
+def _spec_window(spec: Any) -> int:
+    kind = type(spec).__name__
+    if kind == "SlidingWindowSpec":
+        return int(spec.sliding_window)
+    return int(spec.attention_chunk_size) if kind == "ChunkedLocalAttentionSpec" else 0
+
+
+def _dtype(vllm_config: VllmConfig, tensors: Mapping[str, torch.Tensor]) -> str:
+    """What the bytes mean. Several 8-bit formats are stored as the same tensor type; --kv-cache-dtype tells them apart."""
+    stored = "+".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}))
+    named = vllm_config.cache_config.cache_dtype
+    return stored if named in {"auto", stored} else f"{stored} ({named})"
 
 
 def _spans(tensors: Mapping[str, torch.Tensor]) -> list[Span]:

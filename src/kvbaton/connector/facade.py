@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from kvbaton.connector.caches import describe_caches, refuse_unsupported
@@ -128,7 +128,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layout, spans = describe_caches(
-            self._vllm_config, self._kv_cache_config, kv_caches, tp_rank=get_tensor_model_parallel_rank()
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            tp_rank=get_tensor_model_parallel_rank(),
+            pp_rank=get_pp_group().rank_in_group,
         )
         self._device = next(iter(kv_caches.values())).device
         self._worker_side.register(layout, spans)

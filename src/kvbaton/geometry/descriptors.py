@@ -1,7 +1,7 @@
-"""Block ids -> address arrays, with neighbours merged on both sides. Arithmetic only, vectorised over blocks and regions.
+"""Block ids -> address arrays, with neighbours merged on both sides. Arithmetic only, vectorised over chunks and layers.
 
-Invariant: the set of (our byte, their byte) pairs described equals the one asked for; merging changes only how many
-descriptors say it. Merging needs runs of ids that go up, or down, together on both sides, in regions whose blocks abut.
+Invariant: the set of (our byte, their byte) pairs described is that of the tokens asked for, rounded outwards to chunks;
+merging changes only how many descriptors say it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvbaton.errors import RemoteProtocolError
-from kvbaton.geometry.mapping import GroupMapping, Int64Array, PeerMapping
+from kvbaton.geometry.adjacency import Int64Array, join
+from kvbaton.geometry.mapping import GroupPair, GroupSide, LayerClass, PeerMapping, RowShape
+from kvbaton.types import End
+
+BlockLists = Sequence[Sequence[int]]
+MAX_TOKEN = 1 << 62
+NULL_BLOCK = 0
+"""vLLM's placeholder where a sliding window has passed: a block that holds nothing."""
 
 
 @dataclass(frozen=True)
@@ -32,89 +39,106 @@ class Descriptors:
         return int(self.length_bytes.sum())
 
 
-def block_range(first_token: int, end_token: int, block_size_tokens: int, *, whole_blocks_only: bool) -> range:
-    """Indices of the blocks that hold tokens [first_token, end_token).
-
-    `first_token` must lie on a block boundary of the streamed part. With `whole_blocks_only` a block that `end_token`
-    leaves unfinished is left for later.
-    """
-    first = first_token // block_size_tokens
-    end = end_token // block_size_tokens if whole_blocks_only else -(-end_token // block_size_tokens)
-    return range(first, max(first, end))
-
-
 def describe(
-    mapping: PeerMapping, our_blocks: Sequence[Sequence[int]], their_blocks: Sequence[Sequence[int]]
+    mapping: PeerMapping,
+    our_blocks: BlockLists,
+    their_blocks: BlockLists,
+    *,
+    first_token: int,
+    end_token: int,
+    num_tokens: int,
 ) -> Descriptors:
-    """Descriptors for copying, per cache group, our block `i` of the list against their block `i`.
+    """Descriptors for moving tokens [first_token, end_token) of a prompt of `num_tokens`.
 
-    Block 0 is vLLM's null block: a pair in which either side is null (outside a sliding window) moves nothing.
-    Raises RemoteProtocolError when an id lies outside its regions or the lists do not pair up.
+    Block lists are per cache group, in each side's own numbering and block size, in token order from token 0. The range
+    is rounded outwards to chunks. A destination's null block receives nothing; a source's is an error, unless the
+    destination's block lies wholly before the sliding window.
+    Raises RemoteProtocolError when an id lies outside its regions, or a list is too short or holds too little.
     """
-    if not len(our_blocks) == len(their_blocks) == len(mapping.groups):
+    if (len(our_blocks), len(their_blocks)) != (mapping.our_num_groups, mapping.their_num_groups):
         raise RemoteProtocolError(
-            f"block lists for {len(our_blocks)} and {len(their_blocks)} cache groups; expected {len(mapping.groups)}"
+            f"block lists for {len(our_blocks)} cache groups here and {len(their_blocks)} at the peer; expected "
+            f"{mapping.our_num_groups} and {mapping.their_num_groups}"
         )
-    parts = [
-        _describe_group(group, np.asarray(ours, dtype=np.int64), np.asarray(theirs, dtype=np.int64))
-        for group, ours, theirs in zip(mapping.groups, our_blocks, their_blocks, strict=True)
-    ]
-    return Descriptors(
-        our_address=np.concatenate([part.our_address for part in parts]),
-        their_address=np.concatenate([part.their_address for part in parts]),
-        length_bytes=np.concatenate([part.length_bytes for part in parts]),
-    )
+    parts = [(_NOTHING, _NOTHING, _NOTHING)]
+    for pair in mapping.pairs if first_token < end_token else ():
+        ours = _Blocks("our", pair.ours, our_blocks[pair.ours.cache_group], first_token, end_token)
+        theirs = _Blocks("the peer's", pair.theirs, their_blocks[pair.theirs.cache_group], first_token, end_token)
+        for layers in pair.classes:
+            tokens = np.arange(first_token // layers.chunk_tokens * layers.chunk_tokens, end_token, layers.chunk_tokens)
+            tokens = tokens[_moves(mapping.our_end, pair, ours, theirs, tokens, num_tokens)]
+            if tokens.size:
+                parts.append(
+                    _pieces(layers, ours.locate(tokens, layers.our_rows), theirs.locate(tokens, layers.their_rows))
+                )
+    return Descriptors(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _describe_group(group: GroupMapping, ours: Int64Array, theirs: Int64Array) -> Descriptors:
-    if ours.shape != theirs.shape:
-        raise RemoteProtocolError(f"{ours.size} blocks here cannot pair with {theirs.size} blocks at the peer")
-    _check_ids(ours, group.our_num_blocks, "our")
-    _check_ids(theirs, group.their_num_blocks, "the peer's")
-    real = (ours != 0) & (theirs != 0)
-    ours, theirs = ours[real], theirs[real]
-    if ours.size == 0:
-        empty = np.empty(0, dtype=np.int64)
-        return Descriptors(empty, empty, empty)
-    abuts = (group.our_stride == group.block_bytes) & (group.their_stride == group.block_bytes)
-    merged = _address(group, abuts, *_runs(ours, theirs))
-    ones = np.ones(ours.size, dtype=np.int64)
-    single = _address(group, ~abuts, ours, theirs, ones)
-    return Descriptors(*(np.concatenate(pair) for pair in zip(merged, single, strict=True)))
+_NOTHING = np.empty(0, dtype=np.int64)
 
 
-def _check_ids(ids: Int64Array, num_blocks: int, whose: str) -> None:
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= num_blocks):
-        raise RemoteProtocolError(
-            f"{whose} block ids span {int(ids.min())} to {int(ids.max())}; the registered cache has {num_blocks} blocks"
-        )
+class _Blocks:
+    """One side's blocks of one cache group, checked, for the tokens of one call."""
+
+    def __init__(self, whose: str, side: GroupSide, blocks: Sequence[int], first_token: int, end_token: int) -> None:
+        size = side.block_size_tokens
+        if len(blocks) * size < end_token:
+            raise RemoteProtocolError(
+                f"{whose} {len(blocks)} blocks of {size} tokens cannot hold token {end_token - 1} (cache group "
+                f"{side.cache_group})"
+            )
+        self.size_tokens = size
+        self._first = first_token // size
+        self._ids = np.array(blocks[self._first : -(-end_token // size)], dtype=np.int64)
+        lowest, highest = int(self._ids.min()), int(self._ids.max())
+        if lowest < 0 or highest >= side.num_blocks:
+            raise RemoteProtocolError(
+                f"{whose} block ids span {lowest} to {highest}; the registered cache has {side.num_blocks} blocks "
+                f"(cache group {side.cache_group})"
+            )
+
+    def ids(self, tokens: Int64Array) -> Int64Array:
+        """int64[num_tokens]: the block that holds each token."""
+        return self._ids[tokens // self.size_tokens - self._first]
+
+    def locate(self, tokens: Int64Array, rows: RowShape) -> Int64Array:
+        """int64[num_tokens]: bytes from a layer's base to each token."""
+        row = (self.ids(tokens) * self.size_tokens + tokens % self.size_tokens) // rows.row_tokens
+        return row * rows.row_stride_bytes + tokens % rows.row_tokens * rows.token_stride_bytes
 
 
-def _runs(ours: Int64Array, theirs: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Maximal runs in which both ids step by +1 together, or by -1 together: (our first, their first, length).
+def _moves(
+    our_end: End, pair: GroupPair, ours: _Blocks, theirs: _Blocks, tokens: Int64Array, num_tokens: int
+) -> np.typing.NDArray[np.bool_]:
+    """bool[num_chunks]: which of the chunks that start at these tokens have bytes to move.
 
-    A run that goes down is reported by its lowest ids, because it covers the same bytes as the one that goes up.
-    Example: ours 5 6 7 9 8, theirs 1 2 3 7 6 -> (5, 1, 3) and (8, 6, 2).
+    A destination block that the window still touches must be filled whole: its engine may keep it for other prompts.
     """
-    our_step, their_step = np.diff(ours), np.diff(theirs)
-    joins = (our_step == their_step) & (np.abs(our_step) == 1)
-    # A join continues a run only when it goes the way the run's previous join went; where two joins of opposite
-    # direction meet (5 6 5) the later one starts a run of its own, at the element after the shared one.
-    step = np.where(joins, our_step, 0)
-    turned = np.zeros(joins.size, dtype=bool)
-    turned[1:] = (step[1:] != 0) & (step[:-1] != 0) & (step[1:] != step[:-1])
-    starts = np.concatenate(([0], np.flatnonzero(~joins | turned) + 1))
-    ends = np.concatenate((starts[1:], [ours.size]))
-    first_our = np.minimum(ours[starts], ours[ends - 1])
-    first_their = np.minimum(theirs[starts], theirs[ends - 1])
-    return first_our, first_their, ends - starts
+    source, destination = (ours, theirs) if our_end is End.SOURCE else (theirs, ours)
+    wanted, offered = destination.ids(tokens) != NULL_BLOCK, source.ids(tokens) != NULL_BLOCK
+    window_start = min(max(0, num_tokens - pair.window_tokens), MAX_TOKEN) if pair.window_tokens else 0
+    block_end = (tokens // destination.size_tokens + 1) * destination.size_tokens
+    missing = wanted & ~offered & (block_end > window_start)
+    if missing.any():
+        raise RemoteProtocolError(
+            f"the source's block for token {int(tokens[missing][0])} in our cache group {pair.ours.cache_group} is gone, "
+            "and the destination needs it"
+        )
+    moves: np.typing.NDArray[np.bool_] = wanted & offered
+    return moves
 
 
-def _address(
-    group: GroupMapping, chosen: np.typing.NDArray[np.bool_], ours: Int64Array, theirs: Int64Array, count: Int64Array
+def _pieces(
+    layers: LayerClass, our_chunk: Int64Array, their_chunk: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Addresses of `count` blocks from the given first ids on, in every chosen region; flattened region by region."""
-    our_address = group.our_base[chosen, None] + ours[None, :] * group.our_stride[chosen, None]
-    their_address = group.their_base[chosen, None] + theirs[None, :] * group.their_stride[chosen, None]
-    length_bytes = group.block_bytes[chosen, None] * count[None, :]
-    return our_address.ravel(), their_address.ravel(), length_bytes.ravel()
+    """(our address, their address, length) of every piece of these chunks in every layer, joined within a layer."""
+    our_offset, their_offset, length = join(
+        (our_chunk[:, None] + layers.our_offset).ravel(),
+        (their_chunk[:, None] + layers.their_offset).ravel(),
+        np.tile(layers.piece_bytes, our_chunk.size),
+    )
+    return (
+        (layers.our_base[:, None] + our_offset).ravel(),
+        (layers.their_base[:, None] + their_offset).ravel(),
+        np.tile(length, layers.our_base.size),
+    )

@@ -1,45 +1,72 @@
-"""One rank's KV cache as plain data: regions, strides, block size, and what must match on the other side.
+"""One rank's KV cache as plain data: regions, strides, block sizes, and what must match on the other side.
 
 Invariant: a layout is complete. Everything a peer needs to address this rank's blocks is in it, and nothing about how
-it was made. Next: mapping.py.
+it was made. A peer's layout comes from outside and is believed only after `validate`. Next: topology.py.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from kvbaton.errors import Incompatible, RemoteProtocolError
+from kvbaton.errors import RemoteProtocolError
+from kvbaton.geometry.heads import owned_heads
 
 MAX_REGIONS = 4096
+MAX_GROUPS = 64
+MAX_RANKS = 1024
+MAX_HEADS = 1 << 16
+MAX_BLOCK_TOKENS = 1 << 20
+MAX_CELLS = 1 << 18
+"""Heads x tokens in one row: what preparing a mapping may have to look at one by one."""
 MAX_ADDRESS = 1 << 63
 MAX_DEVICES = 1 << 16
-NUM_SHOWN = 4
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
-    """One layer's contiguous span: block `b` starts at `base_address + b * block_stride_bytes`."""
+    """One layer on one rank: a strided array of rows (kernel blocks) x heads x tokens x content bytes.
+
+    Head `h` of token `n` in row `r` starts at `base_address + r * row_stride_bytes + h * head_stride_bytes +
+    n * token_stride_bytes` and is `content_bytes` long, K and V side by side. `num_heads` are on this rank, of
+    `total_heads` in the layer over all ranks; a latent cache has one head.
+    """
 
     layer: str
     cache_group: int
     base_address: int
-    block_stride_bytes: int
-    block_bytes: int
-    num_blocks: int
+    num_rows: int
+    row_stride_bytes: int
+    row_tokens: int
+    num_heads: int
+    total_heads: int
+    head_stride_bytes: int
+    token_stride_bytes: int
+    content_bytes: int
+
+    @property
+    def axes(self) -> tuple[tuple[int, int], ...]:
+        """(stride in bytes, size) of rows, heads and tokens."""
+        return (
+            (self.row_stride_bytes, self.num_rows),
+            (self.head_stride_bytes, self.num_heads),
+            (self.token_stride_bytes, self.row_tokens),
+        )
 
     @property
     def end_address(self) -> int:
-        return self.base_address + (self.num_blocks - 1) * self.block_stride_bytes + self.block_bytes
+        return self.base_address + sum(stride * (size - 1) for stride, size in self.axes) + self.content_bytes
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer must know of one rank's KV cache.
 
-    `block_size_tokens` has one entry per cache group. `axis_order` is the order of layer, block, head, token and content
-    axes in vLLM's letters (LBNHC and relatives), outermost first.
+    `block_size_tokens` and `window_tokens` have one entry per cache group; a window of 0 keeps all tokens.
+    A block is `block_size_tokens / row_tokens` consecutive rows. `num_kv_heads` is the whole model's. `axis_order` is
+    for people: strides say everything.
     """
 
     regions: tuple[Region, ...]
     block_size_tokens: tuple[int, ...]
+    window_tokens: tuple[int, ...]
     memory_kind: str
     device_id: int
     model: str
@@ -50,66 +77,74 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int
     tp_rank: int
     pp_size: int
+    pp_rank: int
 
     def validate(self) -> None:
-        """Raises RemoteProtocolError when the layout contradicts itself; a peer's layout is checked before it is used."""
+        """Returns when every address that a mapping can make lies inside its region, and the numbers are bounded.
+
+        Raises RemoteProtocolError when the layout contradicts itself, Incompatible when heads do not divide over ranks.
+        """
         if not 0 < len(self.regions) <= MAX_REGIONS:
             raise RemoteProtocolError(f"layout has {len(self.regions)} regions; expected 1 to {MAX_REGIONS}")
-        if not self.block_size_tokens or min(self.block_size_tokens) < 1:
-            raise RemoteProtocolError(f"layout has block sizes {self.block_size_tokens}; expected positive numbers")
-        if self.tp_size < 1 or not 0 <= self.tp_rank < self.tp_size:
-            raise RemoteProtocolError(f"layout has tensor-parallel rank {self.tp_rank} of {self.tp_size}")
+        self._validate_groups()
+        self._validate_ranks()
         if not 0 <= self.device_id < MAX_DEVICES:
             raise RemoteProtocolError(f"layout has device {self.device_id}; expected 0 to {MAX_DEVICES - 1}")
         layers = [region.layer for region in self.regions]
         if len(set(layers)) != len(layers):
             raise RemoteProtocolError("layout names a layer twice")
         for region in self.regions:
-            _validate_region(region, num_groups=len(self.block_size_tokens))
+            self._validate_region(region)
 
+    def _validate_groups(self) -> None:
+        sizes, windows = self.block_size_tokens, self.window_tokens
+        if not 0 < len(sizes) <= MAX_GROUPS or not all(0 < size <= MAX_BLOCK_TOKENS for size in sizes):
+            raise RemoteProtocolError(
+                f"layout has block sizes {sizes[:MAX_GROUPS]}; expected 1 to {MAX_GROUPS} of 1 to {MAX_BLOCK_TOKENS}"
+            )
+        if len(windows) != len(sizes) or not all(0 <= window < MAX_ADDRESS for window in windows):
+            raise RemoteProtocolError(f"layout has windows {windows[:MAX_GROUPS]} for {len(sizes)} cache groups")
 
-def _validate_region(region: Region, *, num_groups: int) -> None:
-    sane = (
-        0 <= region.cache_group < num_groups
-        and 0 < region.block_bytes <= region.block_stride_bytes < MAX_ADDRESS
-        and region.num_blocks > 0
-        and region.base_address > 0
-        and region.end_address < MAX_ADDRESS
-    )
-    if not sane:
-        raise RemoteProtocolError(f"layout region {region.layer!r} is not addressable: {region}")
+    def _validate_ranks(self) -> None:
+        ranks = {"tensor": (self.tp_rank, self.tp_size), "pipeline": (self.pp_rank, self.pp_size)}
+        for kind, (rank, size) in ranks.items():
+            if not 0 < size <= MAX_RANKS or not 0 <= rank < size:
+                raise RemoteProtocolError(f"layout has {kind}-parallel rank {rank} of {size}")
 
-
-def require_compatible(ours: KVLayout, theirs: KVLayout) -> None:
-    """Blocks of the two layouts can be copied one to one.
-
-    Raises Incompatible naming the first property that differs, with both values.
-    """
-    for name, mine, other in _comparable(ours, theirs):
-        if mine != other:
-            raise Incompatible(
-                f"{name} differs: {mine} on this engine, {other} on the peer. Start both engines with the same {name}."
+    def _validate_region(self, region: Region) -> None:
+        if not (_is_bounded(region) and _is_apart(region) and region.end_address < MAX_ADDRESS):
+            raise RemoteProtocolError(f"layout region {region.layer!r} is not addressable: {region}")
+        if not 0 <= region.cache_group < len(self.block_size_tokens):
+            raise RemoteProtocolError(f"layout region {region.layer!r} is in cache group {region.cache_group}")
+        block_tokens = self.block_size_tokens[region.cache_group]
+        if block_tokens % region.row_tokens or region.num_rows * region.row_tokens % block_tokens:
+            raise RemoteProtocolError(
+                f"layout region {region.layer!r} has {region.num_rows} rows of {region.row_tokens} tokens, which do not "
+                f"make whole blocks of {block_tokens}"
+            )
+        num_owned = len(owned_heads(region.total_heads, self.tp_size, self.tp_rank))
+        if region.num_heads != num_owned:
+            raise RemoteProtocolError(
+                f"layout region {region.layer!r} has {region.num_heads} heads on tensor-parallel rank {self.tp_rank} of "
+                f"{self.tp_size}; of {region.total_heads} it holds {num_owned}"
             )
 
 
-def _comparable(ours: KVLayout, theirs: KVLayout) -> list[tuple[str, object, object]]:
-    """(property, our value, their value) in the order in which they should be reported: causes before effects."""
-    mine, other = _layers(ours), _layers(theirs)
-    return [
-        ("model", ours.model, theirs.model),
-        ("KV cache dtype", ours.dtype, theirs.dtype),
-        ("kind of memory", ours.memory_kind, theirs.memory_kind),
-        ("tensor-parallel size", ours.tp_size, theirs.tp_size),
-        ("tensor-parallel rank", ours.tp_rank, theirs.tp_rank),
-        ("pipeline-parallel size", ours.pp_size, theirs.pp_size),
-        ("block size", list(ours.block_size_tokens), list(theirs.block_size_tokens)),
-        ("number of KV heads per rank", ours.num_kv_heads, theirs.num_kv_heads),
-        ("head dimension", ours.head_dim, theirs.head_dim),
-        ("KV cache axis order", ours.axis_order, theirs.axis_order),
-        ("set of layers", sorted(mine - other)[:NUM_SHOWN], sorted(other - mine)[:NUM_SHOWN]),
-    ]
+def _is_bounded(region: Region) -> bool:
+    return (
+        0 < region.base_address < MAX_ADDRESS
+        and 0 < region.content_bytes < MAX_ADDRESS
+        and all(0 < stride < MAX_ADDRESS and size > 0 for stride, size in region.axes)
+        and 0 < region.total_heads <= MAX_HEADS
+        and region.num_heads * region.row_tokens <= MAX_CELLS
+    )
 
 
-def _layers(layout: KVLayout) -> set[tuple[str, int, int]]:
-    """(name, cache group, bytes per block) of every layer."""
-    return {(region.layer, region.cache_group, region.block_bytes) for region in layout.regions}
+def _is_apart(region: Region) -> bool:
+    """No two (row, head, token) share a byte: each axis, from the innermost out, steps over what lies inside it."""
+    inner_bytes = region.content_bytes
+    for stride, size in sorted(axis for axis in region.axes if axis[1] > 1):
+        if stride < inner_bytes:
+            return False
+        inner_bytes += stride * (size - 1)
+    return True

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from kvbaton.errors import BatonError, RemoteProtocolError
-from kvbaton.geometry.descriptors import block_range, describe
+from kvbaton.errors import BatonError
+from kvbaton.geometry.descriptors import describe
 from kvbaton.protocol.messages import SegmentLanded, encode
 from kvbaton.protocol.rendezvous import Rendezvous
 from kvbaton.protocol.segments import Segment, Segments
@@ -76,8 +76,14 @@ class Mover:
     def _post(self, move: Move, segment: Segment) -> None:
         started_s = time.monotonic()
         try:
-            ours, theirs = (self._slice(move, lists, segment) for lists in (move.our_blocks, move.their_blocks))
-            descriptors = describe(move.peer.mapping, ours, theirs)
+            descriptors = describe(
+                move.peer.mapping,
+                move.our_blocks,
+                move.their_blocks,
+                first_token=segment.first_token,
+                end_token=segment.end_token,
+                num_tokens=segment.end_token,
+            )
             planned_s = time.monotonic()
             notification = _notification(move, segment)
             if descriptors.num_descriptors == 0:
@@ -107,21 +113,6 @@ class Mover:
         if notification:
             self._transport.notify(move.peer.agent, notification)
         move.segments.confirm(segment)
-
-    def _slice(self, move: Move, lists: BlockLists, segment: Segment) -> list[tuple[int, ...]]:
-        """The blocks of every cache group that hold the segment's tokens. Raises RemoteProtocolError when some lack."""
-        sizes = move.peer.mapping.block_size_tokens
-        if len(lists) != len(sizes):
-            raise RemoteProtocolError(f"block lists for {len(lists)} cache groups; expected {len(sizes)}")
-        parts = []
-        for blocks, size in zip(lists, sizes, strict=True):
-            wanted = block_range(segment.first_token, segment.end_token, size, whole_blocks_only=not segment.is_last)
-            if len(blocks) < wanted.stop:
-                raise RemoteProtocolError(
-                    f"{len(blocks)} blocks of {size} tokens cannot hold token {segment.end_token - 1}"
-                )
-            parts.append(blocks[wanted.start : wanted.stop])
-        return parts
 
     def poll(self) -> list[Settled]:
         """Lets the transport work, and returns the segments it is done with since the last call."""

@@ -13,6 +13,7 @@ from kvbaton.geometry.layout import KVLayout
 from kvbaton.geometry.mapping import PeerMapping, map_layouts
 from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
 from kvbaton.transport.base import AgentName, Transport
+from kvbaton.types import End
 
 CONNECT_TIMEOUT_S = 5.0
 
@@ -64,7 +65,7 @@ class Peers:
                 "Run the same kvbaton release on both engines."
             )
         hello.layout.validate()
-        mapping = map_layouts(self._layout, hello.layout)
+        mapping = map_layouts(self._layout, hello.layout, End.SOURCE)
         agent = self._transport.connect(hello.agent_metadata)
         if agent != agent_name(hello.engine_id, hello.rank, hello.incarnation):
             if all(peer.agent != agent for peer in self._by_incarnation.values()):

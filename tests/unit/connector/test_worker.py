@@ -16,12 +16,11 @@ from kvbaton.connector.handover import StepHandover
 from kvbaton.connector.settings import ConnectorSettings
 from kvbaton.connector.worker import WorkerSide
 from kvbaton.errors import UsageError
-from kvbaton.geometry.layout import Region
 from kvbaton.protocol.params import DecodeTicket
 from kvbaton.runtime.events import Batch, DestinationOpened, SourceAdvanced, SourceFinished, SourceOpened
 from kvbaton.transport.base import Span
 from kvbaton.types import Direction, EngineId, RequestId, TransferId
-from tests.unit.geometry.layouts import layout
+from tests.unit.geometry.layouts import layout, region
 
 pytestmark = pytest.mark.nixl
 
@@ -37,7 +36,7 @@ class Side:
 
     def register(self) -> Side:
         address = int(self.pool.ctypes.data)
-        self.worker.register(layout(Region("layer", 0, address, 64, 64, 8)), [Span(address, self.pool.nbytes, 0)])
+        self.worker.register(layout(region("layer", base_address=address)), [Span(address, self.pool.nbytes, 0)])
         return self
 
 

@@ -8,7 +8,19 @@ from kvbaton.geometry.layout import KVLayout, Region
 
 
 def region(layer: str = "layer.0", **changed: int) -> Region:
-    values = {"cache_group": 0, "base_address": 4096, "block_stride_bytes": 64, "block_bytes": 64, "num_blocks": 8}
+    """Eight head-major rows of 64 bytes: two heads x sixteen tokens x two bytes."""
+    values = {
+        "cache_group": 0,
+        "base_address": 4096,
+        "num_rows": 8,
+        "row_stride_bytes": 64,
+        "row_tokens": 16,
+        "num_heads": 2,
+        "total_heads": 2,
+        "head_stride_bytes": 32,
+        "token_stride_bytes": 2,
+        "content_bytes": 2,
+    }
     return Region(layer, **(values | changed))
 
 
@@ -16,15 +28,17 @@ def layout(*regions: Region, **changed: object) -> KVLayout:
     whole = KVLayout(
         regions=regions or (region("layer.0"), region("layer.1", base_address=8192)),
         block_size_tokens=(16,),
+        window_tokens=(0,),
         memory_kind="DRAM",
         device_id=0,
         model="tiny, 2 layers",
         dtype="bfloat16",
         num_kv_heads=2,
         head_dim=8,
-        axis_order="LBNHC",
+        axis_order="LBHNC",
         tp_size=1,
         tp_rank=0,
         pp_size=1,
+        pp_rank=0,
     )
     return msgspec.structs.replace(whole, **changed)
