@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.geometry.descriptors import block_range
 from kvbaton.protocol.segments import Segment, Segments
 
 steps = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -44,22 +43,4 @@ def test_every_wanted_token_is_in_exactly_one_segment_of_the_newest_generation(
     assert tokens == list(range(first_token, max(first_token, num_tokens)))
     assert [segment.number for segment in newest] == list(range(len(newest)))
     assert [segment.is_last for segment in newest] == [False] * (len(newest) - 1) + [True]
-    _assert_blocks_are_sent_once(newest, first_token, num_tokens, block_size)
-
-
-def _assert_blocks_are_sent_once(newest: list[Segment], first_token: int, num_tokens: int, block_size: int) -> None:
-    ranges = [
-        block_range(each.first_token, each.end_token, block_size, whole_blocks_only=not each.is_last) for each in newest
-    ]
-    wanted = block_range(first_token, max(first_token, num_tokens), block_size, whole_blocks_only=False)
-    assert [block for each in ranges for block in each] == list(wanted)
-
-
-@given(st.integers(0, 200), st.integers(0, 200), st.sampled_from((1, 4, 16)), st.booleans())
-def test_a_block_range_is_what_counting_tokens_gives(first_block: int, end: int, block_size: int, whole: bool) -> None:
-    first = first_block * block_size
-    held: dict[int, int] = {}
-    for token in range(first, end):
-        held[token // block_size] = held.get(token // block_size, 0) + 1
-    expected = [block for block, num_tokens in held.items() if num_tokens == block_size or not whole]
-    assert list(block_range(first, end, block_size, whole_blocks_only=whole)) == expected
+    assert not [each for each in newest[:-1] if each.end_token % (block_size * ratio)]  # no block is cut
