@@ -1,131 +1,61 @@
-"""The bytes that descriptors name are the bytes that were asked for, whatever the block lists and the strides."""
+"""Merging: as few descriptors as there are runs, whatever the order of the lists, and the same bytes."""
 
 from __future__ import annotations
 
-import itertools
-
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.geometry.adjacency import join
 from kvbaton.geometry.descriptors import describe
-from kvbaton.geometry.layout import KVLayout, Region
 from kvbaton.geometry.mapping import map_layouts
+from kvbaton.types import End
+from tests.property.small_caches import ORDERS, Layer, Rank, Shape
 
 NUM_BLOCKS = 24
-BlockList = list[int]
 
 
-@st.composite
-def layouts(draw: st.DrawFn) -> tuple[KVLayout, KVLayout]:
-    """Two layouts of the same layers, each with addresses and paddings of its own."""
-    num_groups = draw(st.integers(1, 3))
-    groups = [*range(num_groups), *draw(st.lists(st.integers(0, num_groups - 1), max_size=2))]
-    shapes = [(f"layer.{index}", group, draw(st.integers(1, 5))) for index, group in enumerate(groups)]
-    return tuple(_layout(draw, shapes, num_groups) for _ in range(2))  # type: ignore[return-value]
-
-
-def _layout(draw: st.DrawFn, shapes: list[tuple[str, int, int]], num_groups: int) -> KVLayout:
-    regions, address = [], 1
-    for layer, group, block_bytes in draw(st.permutations(shapes)):
-        region = Region(layer, group, address, block_bytes + draw(st.sampled_from((0, 0, 3))), block_bytes, NUM_BLOCKS)
-        regions.append(region)
-        address = region.end_address + draw(st.integers(0, 4))
-    layout = KVLayout(
-        regions=tuple(regions),
-        block_size_tokens=(16,) * num_groups,
-        memory_kind="DRAM",
-        device_id=0,
-        model="m",
-        dtype="d",
-        num_kv_heads=1,
-        head_dim=1,
-        axis_order="LBNHC",
-        tp_size=1,
-        tp_rank=0,
-        pp_size=1,
-    )
-    layout.validate()
-    return layout
-
-
-@st.composite
-def block_lists(draw: st.DrawFn) -> BlockList:
-    """Runs up, runs down and single blocks, each id once; null blocks in between as often as they like."""
-    free, found = list(range(1, NUM_BLOCKS)), []
-    for length in draw(st.lists(st.integers(1, 6), max_size=8)):
-        if not free:
-            break
-        start = draw(st.sampled_from(free))
-        run = [block for block in range(start, start + length) if block in free]
-        if draw(st.booleans()):
-            run.reverse()
-        free = [block for block in free if block not in run]
-        found += run + [0] * draw(st.sampled_from((0, 0, 0, 1)))
-    return found
-
-
-@given(layouts(), st.data())
-def test_the_described_byte_pairs_are_the_brute_force_ones(
-    layouts: tuple[KVLayout, KVLayout], data: st.DataObject
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 4)), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_joining_keeps_every_pair_of_bytes_and_leaves_no_neighbours(
+    pieces: list[tuple[int, int, int]], shuffled: object
 ) -> None:
-    ours, theirs = layouts
-    our_lists, their_lists = [], []
-    for _ in ours.block_size_tokens:
-        pair = data.draw(st.tuples(block_lists(), block_lists()))
-        length = min(map(len, pair))
-        our_lists.append(pair[0][:length])
-        their_lists.append(pair[1][:length])
-
-    found = describe(map_layouts(ours, theirs), our_lists, their_lists)
-
-    described = [
-        (our + offset, their + offset)
-        for our, their, length in zip(
-            found.our_address.tolist(), found.their_address.tolist(), found.length_bytes.tolist(), strict=True
-        )
-        for offset in range(length)
-    ]
-    assert len(described) == len(set(described)) == found.num_bytes
-    assert set(described) == set(_brute_force(ours, theirs, our_lists, their_lists))
+    ours, theirs, num_bytes = (np.array(column, dtype=np.int64) for column in zip(*pieces, strict=True))
+    joined = [tuple(map(int, row)) for row in zip(*join(ours, theirs, num_bytes), strict=True)]
+    assert sorted(_pairs(joined)) == sorted(_pairs(pieces))
+    starts = [(our, their) for our, their, _ in joined]
+    assert starts == sorted(starts, key=lambda start: start[0])
+    if len(set(ours.tolist())) == len(pieces):  # a byte named twice may stand between two neighbours
+        ends = [(our + length, their + length) for our, their, length in joined]
+        assert not [end for end, start in zip(ends, starts[1:], strict=False) if end == start]
 
 
-def _brute_force(
-    ours: KVLayout, theirs: KVLayout, our_lists: list[BlockList], their_lists: list[BlockList]
-) -> list[tuple[int, int]]:
-    pairs = []
-    for mine in ours.regions:
-        other = next(region for region in theirs.regions if region.layer == mine.layer)
-        for our_block, their_block in zip(our_lists[mine.cache_group], their_lists[mine.cache_group], strict=True):
-            if our_block and their_block:
-                our = mine.base_address + our_block * mine.block_stride_bytes
-                their = other.base_address + their_block * other.block_stride_bytes
-                pairs += [(our + offset, their + offset) for offset in range(mine.block_bytes)]
-    return pairs
+def _pairs(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    return [(our + offset, their + offset) for our, their, length in pieces for offset in range(length)]
 
 
-@given(block_lists(), st.integers(1, 3))
-def test_blocks_that_abut_need_one_descriptor_per_run_and_region(blocks: BlockList, num_regions: int) -> None:
-    """Both sides the same list: as many descriptors as maximal runs, however the list goes up and down."""
-    regions = tuple(Region(f"layer.{i}", 0, 1 + 1000 * i, 4, 4, NUM_BLOCKS) for i in range(num_regions))
-    layout = KVLayout(
-        regions=regions,
-        block_size_tokens=(16,),
-        memory_kind="DRAM",
-        device_id=0,
-        model="m",
-        dtype="d",
-        num_kv_heads=1,
-        head_dim=1,
-        axis_order="LBNHC",
-        tp_size=1,
-        tp_rank=0,
-        pp_size=1,
+@given(
+    st.permutations(range(1, NUM_BLOCKS)), st.integers(1, NUM_BLOCKS - 1), st.integers(1, 3), st.sampled_from(ORDERS)
+)
+def test_the_same_list_on_both_sides_needs_a_descriptor_per_run_and_contiguous_part(
+    permuted: list[int], num_blocks: int, num_layers: int, order: str
+) -> None:
+    blocks = permuted[:num_blocks]
+    layers = tuple(Layer(f"layer.{number}", 2, 3, 0) for number in range(num_layers))
+    shape = Shape(order, 1, 1, 4, 1, NUM_BLOCKS, 0, (tuple(range(num_layers)),))
+    ours, theirs = (Rank(layers, shape, 0, 0, seed) for seed in (1, 2))
+    found = describe(
+        map_layouts(ours.layout(), theirs.layout(), End.SOURCE),
+        [blocks],
+        [blocks],
+        first_token=0,
+        end_token=4 * num_blocks,
+        num_tokens=4 * num_blocks,
     )
-    found = describe(map_layouts(layout, layout), [blocks], [blocks])
-    real = [block for block in blocks if block]
-    num_runs, step = min(len(real), 1), 0
-    for before, block in itertools.pairwise(real):
-        joins = abs(block - before) == 1 and step in {0, block - before}
-        step = block - before if joins else 0
-        num_runs += not joins
-    assert found.num_descriptors == num_runs * num_regions
+    taken = sorted(blocks)
+    num_runs = 1 + sum(block != before + 1 for before, block in zip(taken, taken[1:], strict=False))
+    sizes = {"L": num_layers, "B": 1, "H": 2, "N": 4}
+    outside = order[: order.index("B")]  # axes outside blocks repeat every run; inside, all are contiguous
+    assert found.num_descriptors == num_runs * int(np.prod([sizes[axis] for axis in outside]))
