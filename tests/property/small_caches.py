@@ -127,7 +127,7 @@ class Rank:
     def _find(self, address: int, num_bytes: int) -> tuple[int, int]:
         for number, memory in enumerate(self.memory):
             offset = address - memory.ctypes.data
-            if 0 <= offset and offset + num_bytes <= memory.size:
+            if offset >= 0 and offset + num_bytes <= memory.size:
                 return number, offset
         raise AssertionError(f"{num_bytes} bytes at {address} are not in the cache")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +25,8 @@ def test_joining_keeps_every_pair_of_bytes_and_leaves_no_neighbours(
     pieces: list[tuple[int, int, int]], shuffled: object
 ) -> None:
     ours, theirs, num_bytes = (np.array(column, dtype=np.int64) for column in zip(*pieces, strict=True))
-    joined = [tuple(map(int, row)) for row in zip(*join(ours, theirs, num_bytes), strict=True)]
+    columns = (column.tolist() for column in join(ours, theirs, num_bytes))
+    joined: list[tuple[int, int, int]] = list(zip(*columns, strict=True))
     assert sorted(_pairs(joined)) == sorted(_pairs(pieces))
     starts = [(our, their) for our, their, _ in joined]
     assert starts == sorted(starts, key=lambda start: start[0])
@@ -55,7 +58,7 @@ def test_the_same_list_on_both_sides_needs_a_descriptor_per_run_and_contiguous_p
         num_tokens=4 * num_blocks,
     )
     taken = sorted(blocks)
-    num_runs = 1 + sum(block != before + 1 for before, block in zip(taken, taken[1:], strict=False))
+    num_runs = 1 + sum(block != before + 1 for before, block in itertools.pairwise(taken))
     sizes = {"L": num_layers, "B": 1, "H": 2, "N": 4}
     outside = order[: order.index("B")]  # axes outside blocks repeat every run; inside, all are contiguous
     assert found.num_descriptors == num_runs * int(np.prod([sizes[axis] for axis in outside]))

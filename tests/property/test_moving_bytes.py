@@ -7,6 +7,7 @@ segments.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -150,7 +151,7 @@ def _transfer(case: Case, prefill: list[Rank], decode: Rank) -> None:
             (case.prefill_blocks, case.decode_blocks) if is_push else (case.decode_blocks, case.prefill_blocks)
         )
         mapping = map_layouts(ours.layout(), theirs.layout(), case.posted_by)
-        for first, end in zip(bounds, bounds[1:], strict=False):
+        for first, end in itertools.pairwise(bounds):
             found = describe(
                 mapping, our_blocks, their_blocks, first_token=first, end_token=end, num_tokens=case.num_tokens
             )

@@ -158,7 +158,9 @@ SANE = st.builds(
 
 
 @given(layouts | st.lists(SANE, min_size=1, max_size=3).map(lambda found: _sane(tuple(found))), blocks, blocks)
-def test_a_peers_layout_is_refused_or_can_be_addressed(layout: KVLayout, ours: object, theirs: object) -> None:
+def test_a_peers_layout_is_refused_or_can_be_addressed(
+    layout: KVLayout, ours: tuple[tuple[int, ...], ...], theirs: tuple[tuple[int, ...], ...]
+) -> None:
     """Found: a stride or a device that fits msgpack but not an address table ended the transfer thread."""
     try:
         layout.validate()
@@ -166,9 +168,7 @@ def test_a_peers_layout_is_refused_or_can_be_addressed(layout: KVLayout, ours: o
     except (RemoteProtocolError, Incompatible):
         return
     with contextlib.suppress(RemoteProtocolError):
-        found = describe(  # type: ignore[arg-type]
-            mapping, ours, theirs, first_token=0, end_token=20, num_tokens=20
-        )
+        found = describe(mapping, ours, theirs, first_token=0, end_token=20, num_tokens=20)
         assert (found.our_address > 0).all()
         assert (found.length_bytes > 0).all()
 

@@ -14,7 +14,7 @@ from kvbaton.transport.base import Span
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 _LATENT_SPECS = {"MLAAttentionSpec"}
@@ -93,8 +93,10 @@ def describe_caches(
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         for layer, spec in _layer_specs(group):
             tensors[layer] = kv_caches[layer]
-            total_heads = _total_heads(vllm_config, layer, spec)
+            total_heads = _total_heads(vllm_config, spec)
             regions.append(_region(layer, index, kv_caches[layer], spec, kv_cache_config.num_blocks, total_heads))
+    if not tensors:
+        raise Unsupported("this rank has no layer with a KV cache. Start the engine with fewer pipeline stages.")
     device = next(iter(tensors.values())).device
     layout = KVLayout(
         regions=tuple(_without_aliases(sorted(regions, key=lambda region: region.layer))),
@@ -115,21 +117,30 @@ def describe_caches(
     return layout, _spans(tensors)
 
 
-def _total_heads(vllm_config: VllmConfig, layer: str, spec: Any) -> int:
-    """KV heads of the layer over all ranks: what a rank holds of them is whole, or one of several copies of one head."""
-    tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
-    total = int(vllm_config.model_config.get_total_num_kv_heads())
+def _total_heads(vllm_config: VllmConfig, spec: Any) -> int:
+    """KV heads of a layer over all ranks.
+
+    A rank's only head may be one of as many as there are ranks, or a copy; vLLM does not say which for a layer, only for
+    the model. Where layers differ it is taken for the former: true between engines of equal size, and a peer of another
+    size counts otherwise and is refused.
+    """
+    model, tp_size = vllm_config.model_config, int(vllm_config.parallel_config.tensor_parallel_size)
     if type(spec).__name__ in _LATENT_SPECS:
         return 1
-    num_heads = int(spec.num_kv_heads)
-    if num_heads > 1 or tp_size in {1, total}:
-        return num_heads * tp_size
-    if total > tp_size:
-        raise Unsupported(
-            f"{layer} has one KV head on each of {tp_size} ranks where the model has {total}; whether they are copies "
-            f"of one cannot be known. Start the engine with tensor-parallel size 1."
-        )
-    return total
+    if spec.num_kv_heads == 1 and not _has_varying_heads(model):
+        return min(tp_size, int(model.get_total_num_kv_heads()))
+    return int(spec.num_kv_heads) * tp_size
+
+
+def _has_varying_heads(model: ModelConfig) -> bool:
+    """Layers of this model may differ in their number of KV heads."""
+    counts = [
+        value
+        for name, value in vars(model.hf_text_config).items()
+        if value is not None and ("kv_head" in name or "key_value_head" in name)
+    ]
+    is_listed = any(not isinstance(count, int) for count in counts)
+    return is_listed or len(set(counts)) > 1 or model.model_arch_config.per_layer_overrides is not None
 
 
 def _region(layer: str, group: int, tensor: torch.Tensor, spec: Any, num_blocks: int, total_heads: int) -> Region:

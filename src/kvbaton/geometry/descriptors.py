@@ -60,7 +60,7 @@ def describe(
             f"block lists for {len(our_blocks)} cache groups here and {len(their_blocks)} at the peer; expected "
             f"{mapping.our_num_groups} and {mapping.their_num_groups}"
         )
-    parts = [(_NOTHING, _NOTHING, _NOTHING)]
+    parts: list[_Part] = []
     for pair in mapping.pairs if first_token < end_token else ():
         ours = _Blocks("our", pair.ours, our_blocks[pair.ours.cache_group], first_token, end_token)
         theirs = _Blocks("the peer's", pair.theirs, their_blocks[pair.theirs.cache_group], first_token, end_token)
@@ -68,13 +68,9 @@ def describe(
             tokens = np.arange(first_token // layers.chunk_tokens * layers.chunk_tokens, end_token, layers.chunk_tokens)
             tokens = tokens[_moves(mapping.our_end, pair, ours, theirs, tokens, num_tokens)]
             if tokens.size:
-                parts.append(
-                    _pieces(layers, ours.locate(tokens, layers.our_rows), theirs.locate(tokens, layers.their_rows))
-                )
-    return Descriptors(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-_NOTHING = np.empty(0, dtype=np.int64)
+                chunks = ours.locate(tokens, layers.our_rows), theirs.locate(tokens, layers.their_rows)
+                parts.append(_part(layers, *chunks))
+    return _in_every_layer(parts)
 
 
 class _Blocks:
@@ -128,17 +124,36 @@ def _moves(
     return moves
 
 
-def _pieces(
-    layers: LayerClass, our_chunk: Int64Array, their_chunk: Int64Array
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """(our address, their address, length) of every piece of these chunks in every layer, joined within a layer."""
-    our_offset, their_offset, length = join(
+@dataclass(frozen=True)
+class _Part:
+    """Joined pieces of one class, int64[num_pieces] each, from the base of any of its layers."""
+
+    layers: LayerClass
+    our_offset: Int64Array
+    their_offset: Int64Array
+    piece_bytes: Int64Array
+
+
+def _part(layers: LayerClass, our_chunk: Int64Array, their_chunk: Int64Array) -> _Part:
+    """Every piece of the chunks that start at these offsets."""
+    joined = join(
         (our_chunk[:, None] + layers.our_offset).ravel(),
         (their_chunk[:, None] + layers.their_offset).ravel(),
         np.tile(layers.piece_bytes, our_chunk.size),
     )
-    return (
-        (layers.our_base[:, None] + our_offset).ravel(),
-        (layers.their_base[:, None] + their_offset).ravel(),
-        np.tile(length, layers.our_base.size),
-    )
+    return _Part(layers, *joined)
+
+
+def _in_every_layer(parts: list[_Part]) -> Descriptors:
+    """The parts' pieces in all of their layers, layer by layer; each number is written once."""
+    num_descriptors = sum(part.layers.our_base.size * part.piece_bytes.size for part in parts)
+    our_address, their_address, length_bytes = (np.empty(num_descriptors, dtype=np.int64) for _ in range(3))
+    start = 0
+    for part in parts:
+        shape = part.layers.our_base.size, part.piece_bytes.size
+        end = start + shape[0] * shape[1]
+        np.add(part.layers.our_base[:, None], part.our_offset, out=our_address[start:end].reshape(shape))
+        np.add(part.layers.their_base[:, None], part.their_offset, out=their_address[start:end].reshape(shape))
+        length_bytes[start:end].reshape(shape)[:] = part.piece_bytes
+        start = end
+    return Descriptors(our_address, their_address, length_bytes)

@@ -111,8 +111,8 @@ def test_rows_of_one_block_follow_each_other() -> None:
 def test_heads_that_lie_apart_on_one_side_are_a_piece_each() -> None:
     """Token-major here, head-major there: two heads x two tokens of one byte."""
     shape = {"num_heads": 2, "total_heads": 2, "row_tokens": 2, "row_stride_bytes": 4}
-    ours = (plain(base_address=10000, head_stride_bytes=1, token_stride_bytes=2, **shape),)
-    theirs = (plain(base_address=50000, head_stride_bytes=2, token_stride_bytes=1, **shape),)
+    ours = (plain("a", base_address=10000, head_stride_bytes=1, token_stride_bytes=2, **shape),)
+    theirs = (plain("a", base_address=50000, head_stride_bytes=2, token_stride_bytes=1, **shape),)
     mapped = mapping(ours, theirs, our_block=2, their_block=2)
     assert rows(whole(mapped, [[1]], [[2]], 2)) == [
         (10004, 50008, 1),

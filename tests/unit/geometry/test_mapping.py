@@ -63,7 +63,7 @@ def test_the_window_is_the_destinations(our_end: End) -> None:
 
 def test_layers_of_different_shapes_are_different_classes() -> None:
     regions = (region("a"), region("b", row_stride_bytes=128), region("c", base_address=1 << 20))
-    ((first, second),) = (pair.classes for pair in map_layouts(*[layout(*regions)] * 2, End.SOURCE).pairs)
+    ((first, second),) = (pair.classes for pair in map_layouts(layout(*regions), layout(*regions), End.SOURCE).pairs)
     assert (first.our_base.size, second.our_base.size) == (2, 1)
 
 
@@ -79,15 +79,15 @@ def test_a_class_whose_heads_go_elsewhere_is_left_out() -> None:
 def test_layers_that_abut_on_both_sides_become_one() -> None:
     """Blocks outside layers: each block holds all layers' rows side by side."""
     regions = [region(f"layer.{i}", base_address=1000 + 64 * i, row_stride_bytes=64 * 160) for i in range(160)]
-    ((layers,),) = (pair.classes for pair in map_layouts(*[layout(*regions)] * 2, End.SOURCE).pairs)
+    ((layers,),) = (pair.classes for pair in map_layouts(layout(*regions), layout(*regions), End.SOURCE).pairs)
     assert (layers.our_base.tolist(), layers.piece_bytes.tolist()) == ([1000], [64 * 160])
 
 
 def test_layers_that_abut_on_one_side_only_stay_apart() -> None:
     packed = layout(*(region(f"layer.{i}", base_address=1000 + 64 * i, row_stride_bytes=64 * 4) for i in range(4)))
     apart = layout(*(region(f"layer.{i}", base_address=1000 + 4096 * i) for i in range(4)))
-    for pair in ((packed, apart), (apart, packed)):
-        ((layers,),) = (pair.classes for pair in map_layouts(*pair, End.SOURCE).pairs)
+    for ours, theirs in ((packed, apart), (apart, packed)):
+        ((layers,),) = (pair.classes for pair in map_layouts(ours, theirs, End.SOURCE).pairs)
         assert (layers.our_base.size, layers.piece_bytes.tolist()) == (4, [64])
 
 
