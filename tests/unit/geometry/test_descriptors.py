@@ -167,6 +167,12 @@ def test_a_destination_block_that_the_window_touches_is_filled_whole_or_not_at_a
         whole(mapped, [[0, 2, 3]], [[1, 2]], 25)
 
 
+def test_a_destination_block_that_the_window_has_passed_stays_as_it_is() -> None:
+    large = (plain(base_address=50000, row_tokens=20, row_stride_bytes=20, num_rows=5),)
+    mapped = mapping(theirs=large, their_block=20, window=3)  # token 42 on, of a prompt of 45
+    assert rows(whole(mapped, [[0, 0, 0, 0, 5]], [[1, 2, 3]], 45)) == [(10050, 50060, 10)]
+
+
 def test_a_prompt_longer_than_any_number_of_tokens_is_no_overflow() -> None:
     found = describe(mapping(window=5), [[0, 2]], [[3, 4]], first_token=0, end_token=20, num_tokens=(1 << 64) - 1)
     assert rows(found) == [(10020, 50040, 10)]

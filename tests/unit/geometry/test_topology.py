@@ -60,11 +60,13 @@ def test_the_heads_of_a_copy_go_only_to_whom_that_copy_serves() -> None:
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (MAX_RANKS + 1, 1), (2, MAX_RANKS), (1 << 62, 1 << 62)])
 def test_sizes_that_no_engine_has_are_refused_before_anything_is_counted(sizes: tuple[int, int]) -> None:
     decode = decode_rank(1, 0, 1)
-    for asked in (producers_of, unread_by_all, lambda *args: num_readers(*args, 0)):
-        with pytest.raises(
-            Incompatible, match=f"tensor-parallel size {sizes[0]} and pipeline-parallel size {sizes[1]}"
-        ):
-            asked(decode, *sizes)
+    named = f"tensor-parallel size {sizes[0]} and pipeline-parallel size {sizes[1]}"
+    with pytest.raises(Incompatible, match=named):
+        producers_of(decode, *sizes)
+    with pytest.raises(Incompatible, match=named):
+        unread_by_all(decode, *sizes)
+    with pytest.raises(Incompatible, match=named):
+        num_readers(decode, sizes[0], sizes[1], 0)
 
 
 def test_heads_that_do_not_divide_over_the_prefill_ranks_are_refused() -> None:
