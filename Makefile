@@ -1,10 +1,10 @@
 # The front door. Each target is one script; the scripts can be run by hand too.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check clean distclean
+.PHONY: help setup demo test test-faults check clean distclean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r target about; do \
-		printf '  make %-10s %s\n' "$$target" "$$about"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r target about; do \
+		printf '  make %-12s %s\n' "$$target" "$$about"; done
 
 setup: ## make .venv with vLLM (CPU), NIXL and the tools; a few minutes once, then a moment
 	@scripts/setup
@@ -15,6 +15,9 @@ demo: setup ## one prompt through a prefill and a decode engine, compared with o
 test: setup ## static checks, then every test, real engines last
 	@scripts/check
 	@scripts/test
+
+test-faults: setup ## real engines that are killed, stopped and starved; half an hour
+	@scripts/test-faults
 
 check: setup ## static checks only: format, lint, types, import contracts
 	@scripts/check

@@ -130,7 +130,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser, commands = _parsers()
     options, unknown = parser.parse_known_args(flags.join_passed_on(arguments))
     if unknown:
-        command = commands.get(options.command, parser)
+        command = getattr(options, "command_parser", None) or commands.get(options.command, parser)
         hint = _did_you_mean(command.known(unknown[0]))
         command.error(f"{unknown[0]} is not known to `{command.prog}`. {hint}".rstrip())
     if options.command is None:
@@ -221,6 +221,10 @@ def _demo(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
+    if options.action == "soak":
+        from kvbaton.bench.soak import main as soak  # noqa: PLC0415
+
+        return soak(options, arguments, sys.stdout)
     from kvbaton.bench.compare import main as compare  # noqa: PLC0415
 
     return compare(options, arguments, sys.stdout)

@@ -43,4 +43,12 @@ def test_every_wanted_token_is_in_exactly_one_segment_of_the_newest_generation(
     assert tokens == list(range(first_token, max(first_token, num_tokens)))
     assert [segment.number for segment in newest] == list(range(len(newest)))
     assert [segment.is_last for segment in newest] == [False] * (len(newest) - 1) + [True]
-    assert not [each for each in newest[:-1] if each.end_token % (block_size * ratio)]  # no block is cut
+    _assert_blocks_are_sent_once(newest, first_token, num_tokens, block_size)
+
+
+def _assert_blocks_are_sent_once(newest: list[Segment], first_token: int, num_tokens: int, block_size: int) -> None:
+    """Every segment but the last ends on a block boundary, so no block is in two of them."""
+    blocks = [
+        block for each in newest for block in range(each.first_token // block_size, -(-each.end_token // block_size))
+    ]
+    assert blocks == list(range(first_token // block_size, -(-max(first_token, num_tokens) // block_size)))

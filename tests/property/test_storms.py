@@ -220,7 +220,7 @@ class Storm:
         found = set[int]()
         for poster in (self.p, self.d):
             for posted in poster.transport._posted.values():
-                if posted.progress is Progress.MOVING:
+                if posted.progress is Progress.MOVING and posted.peer in self.world.fabric.ends:
                     table = posted.descriptors
                     starts = table.our_address if poster is engine else table.their_address
                     for start, length in zip(starts.tolist(), table.length_bytes.tolist(), strict=True):

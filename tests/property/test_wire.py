@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from kvbaton.errors import Incompatible, InvalidParams, RemoteProtocolError
 from kvbaton.geometry.descriptors import describe
-from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.geometry.layout import KVLayout, Part, Region
 from kvbaton.geometry.mapping import map_layouts
 from kvbaton.protocol import messages
 from kvbaton.protocol.messages import (
     Accepted,
     Cancel,
+    Confirm,
     Connected,
     Ended,
     Greeting,
@@ -43,7 +44,8 @@ ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 counts = st.integers(0, (1 << 63) - 1)
 blocks = st.lists(st.lists(st.integers(0, (1 << 31) - 1), max_size=4).map(tuple), max_size=3).map(tuple)
 any_int = st.integers(-(1 << 63), (1 << 64) - 1) | st.integers(-1, 70)
-regions = st.builds(Region, ids, *[any_int] * 10)
+parts = st.builds(Part, *[any_int] * 6)
+regions = st.builds(Region, ids, *[any_int] * 8, st.lists(parts, max_size=3).map(tuple))
 layouts = st.builds(
     KVLayout,
     regions=st.lists(regions, max_size=3).map(tuple),
@@ -56,26 +58,41 @@ layouts = st.builds(
     num_kv_heads=any_int,
     head_dim=any_int,
     axis_order=ids,
+    packing=ids,
     tp_size=any_int,
     tp_rank=any_int,
     pp_size=any_int,
     pp_rank=any_int,
 )
 hellos = st.builds(Hello, any_int, ids, counts, ids, st.binary(max_size=30), layouts)
+seconds = st.floats(0, 86400, exclude_min=True)
 reasons = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 side: st.SearchStrategy[SideMessage] = st.one_of(
-    st.builds(Register, ids, ids, ids, st.sampled_from(Direction), counts, counts, blocks, st.none() | hellos),
+    st.builds(
+        Register,
+        ids,
+        ids,
+        ids,
+        st.sampled_from(Direction),
+        counts,
+        counts,
+        blocks,
+        seconds,
+        st.integers(1, 4096),
+        st.none() | hellos,
+    ),
     st.builds(HelloWanted, ids),
+    st.builds(Confirm, ids, st.integers(1, 1 << 40)),
     st.builds(Accepted, ids),
-    st.builds(Offer, ids, counts, blocks, st.floats(0, 86400, exclude_min=True), hellos),
+    st.builds(Offer, ids, counts, blocks, seconds, hellos),
     st.builds(SegmentPosted, ids),
-    st.builds(Renew, ids),
-    st.builds(Cancel, ids, reasons),
-    st.builds(Ended, ids, st.sampled_from(Outcome), reasons),
+    st.builds(Renew, ids, ids, counts),
+    st.builds(Cancel, ids, ids, reasons),
+    st.builds(Ended, ids, ids, st.sampled_from(Outcome), reasons),
     st.just(Connected()),
 )
 notifications: st.SearchStrategy[Notification] = st.just(Greeting()) | st.builds(
-    SegmentLanded, ids, counts, counts, st.booleans(), counts, st.integers(1, 1 << 40)
+    SegmentLanded, ids, counts, counts, st.booleans()
 )
 
 
@@ -143,9 +160,9 @@ def test_params_give_a_ticket_or_nothing_or_are_refused(params: dict[str, Json],
     except InvalidParams:
         return
     if isinstance(ticket, PrefillTicket):
-        assert decode_side(encode(Renew(ticket.transfer_id)))
+        assert decode_side(encode(Renew(ticket.transfer_id, "i")))
     elif isinstance(ticket, DecodeTicket):
-        register = Register(ticket.transfer_id, ticket.engine_id, "i", ticket.direction, 0, 1, ((1,),))
+        register = Register(ticket.transfer_id, ticket.engine_id, "i", ticket.direction, 0, 1, ((1,),), 1.0)
         assert decode_side(encode(register)) == register
 
 
@@ -153,13 +170,29 @@ SANE = st.builds(
     Region,
     st.sampled_from(("a", "b")),
     st.integers(0, 1),
-    *[st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64)] * 9,
+    st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64),
+    st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64),
+    st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64),
+    st.sampled_from((1, 2, 16)),
+    st.just(1),
+    st.just(1),
+    st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64),
+    st.tuples(
+        st.builds(Part, st.integers(0, 64), st.just(1), *[st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64)] * 4)
+    ),
 )
+tokens = st.integers(0, 64) | st.integers((1 << 62), 1 << 70)
 
 
-@given(layouts | st.lists(SANE, min_size=1, max_size=3).map(lambda found: _sane(tuple(found))), blocks, blocks)
+@given(
+    layouts | st.lists(SANE, min_size=1, max_size=3).map(lambda found: _sane(tuple(found))),
+    blocks,
+    blocks,
+    tokens,
+    tokens,
+)
 def test_a_peers_layout_is_refused_or_can_be_addressed(
-    layout: KVLayout, ours: tuple[tuple[int, ...], ...], theirs: tuple[tuple[int, ...], ...]
+    layout: KVLayout, ours: object, theirs: object, first_token: int, num_tokens: int
 ) -> None:
     """Found: a stride or a device that fits msgpack but not an address table ended the transfer thread."""
     try:
@@ -168,7 +201,14 @@ def test_a_peers_layout_is_refused_or_can_be_addressed(
     except (RemoteProtocolError, Incompatible):
         return
     with contextlib.suppress(RemoteProtocolError):
-        found = describe(mapping, ours, theirs, first_token=0, end_token=20, num_tokens=20)
+        found = describe(
+            mapping,
+            ours,  # type: ignore[arg-type]
+            theirs,  # type: ignore[arg-type]
+            first_token=first_token,
+            end_token=num_tokens,
+            num_tokens=num_tokens,
+        )
         assert (found.our_address > 0).all()
         assert (found.length_bytes > 0).all()
 
@@ -185,6 +225,7 @@ def _sane(regions: tuple[Region, ...]) -> KVLayout:
         num_kv_heads=1,
         head_dim=1,
         axis_order="LBNHC",
+        packing="",
         tp_size=1,
         tp_rank=0,
         pp_size=1,

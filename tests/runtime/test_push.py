@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 
 from kvbaton.runtime.events import SourceAdvanced, SourceRevoked
@@ -183,7 +184,7 @@ def test_rank_r_calls_the_rth_port_after_the_tickets() -> None:
     p0, p1 = world.engine("P", tp_size=2, port=5000), world.engine("P", tp_size=2, tp_rank=1, rank=1, port=5001)
     d1 = world.engine("D", tp_size=2, tp_rank=1, rank=1)
     p1.prefill(NUM_TOKENS, P_BLOCKS)
-    d1.open_destination(p0.ticket(), NUM_TOKENS, D_BLOCKS)
+    d1.open_destination(msgspec.structs.replace(p0.ticket(), tp_size=2), NUM_TOKENS, D_BLOCKS)
     world.run()
     assert d1.holds(D_BLOCKS, p1, P_BLOCKS)
     world.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 
@@ -148,3 +149,39 @@ def test_waking_ends_a_wait() -> None:
 
 def test_an_ipv6_address_is_written_in_brackets() -> None:
     assert Endpoint("::1", 7).address == "tcp://[::1]:7"
+
+
+def test_a_connection_that_breaks_is_not_a_process_that_is_gone() -> None:
+    """Found: a stopped process and a cut network were taken for death, and blocks given back that were still written."""
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    channel = SideChannel(HOST, 0)
+    endpoint = Endpoint(HOST, port)
+    channel.send(endpoint, b"hello")
+    accepted, _ = listener.accept()
+    accepted.close()
+    again, _ = listener.accept()  # ZeroMQ's next try, or our look whether anybody is there
+    again.close()
+    for _ in range(10):
+        channel.wait(0.02)
+        assert channel.lost() == []
+    listener.close()
+    assert lose(channel) == [endpoint]
+    channel.close()
+
+
+def test_an_address_where_nobody_ever_listened_is_not_lost() -> None:
+    """Whoever is started a little later is still reached; the caller's own deadline ends the waiting."""
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    listener.close()
+    channel = SideChannel(HOST, 0)
+    channel.send(Endpoint(HOST, port), b"hello")
+    for _ in range(10):
+        channel.wait(0.05)
+        assert channel.lost() == []
+    late = SideChannel(HOST, port)
+    (received,) = hear(late)
+    assert received.data == b"hello"
+    for each in (late, channel):
+        each.close()

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.geometry.layout import KVLayout, Region, plain
 from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
 from kvbaton.protocol.params import DecodeTicket
 from kvbaton.protocol.rendezvous import Deadlines
@@ -106,8 +106,7 @@ class Engine:
         self.received: Counter[RequestId] = Counter()
         self.failures: dict[RequestId, str] = {}
         self.expected: Counter[RequestId] = Counter()
-        moves_bytes = world.make_transport(agent_name(name, rank, incarnation), world.fabric)
-        moves_bytes.register([Span(self.pool.ctypes.data, self.pool.nbytes, 0)], "DRAM")
+        moves_bytes = self._open_transport(agent_name(name, rank, incarnation))
         self.channel = world.make_channel(world.network, port)
         self.results = Results()
         layout = msgspec.structs.replace(self._layout(), **changed)
@@ -115,6 +114,7 @@ class Engine:
         trace = Trace(None, "test")
         self.rank = Rank(
             hello=hello,
+            open_transport=self._open_transport,
             transport=moves_bytes,
             channel=self.channel,
             peers=Peers(moves_bytes, layout),
@@ -127,9 +127,20 @@ class Engine:
         )
         self.driver = Driver(self.rank)
 
+    def use_layout(self, layout: KVLayout) -> None:
+        """Before anything else happens."""
+        self.rank.hello = msgspec.structs.replace(self.rank.hello, layout=layout)
+        self.rank.peers = Peers(self.rank.transport, layout)
+
+    def _open_transport(self, name: str) -> Transport:
+        opened = self.world.make_transport(name, self.world.fabric)
+        opened.register([Span(self.pool.ctypes.data, self.pool.nbytes, 0)], "DRAM")
+        return opened
+
     def _layout(self) -> KVLayout:
         layer_bytes = NUM_BLOCKS * BLOCK_BYTES
         base = self.pool.ctypes.data
+        token_bytes = BLOCK_BYTES // BLOCK_SIZE
         regions = [
             Region(
                 layer=layer,
@@ -141,8 +152,7 @@ class Engine:
                 num_heads=1,
                 total_heads=1,
                 head_stride_bytes=BLOCK_BYTES,
-                token_stride_bytes=BLOCK_BYTES // BLOCK_SIZE,
-                content_bytes=BLOCK_BYTES // BLOCK_SIZE,
+                parts=plain(token_bytes, token_bytes),
             )
             for index, layer in enumerate(LAYERS)
         ]
@@ -157,6 +167,7 @@ class Engine:
             num_kv_heads=1,
             head_dim=12,
             axis_order="LBNHC",
+            packing="",
             tp_size=1,
             tp_rank=0,
             pp_size=1,

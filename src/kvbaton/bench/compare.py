@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ import msgspec
 from kvbaton.bench import hand_edit, modes, pictures, surroundings
 from kvbaton.bench.client import run_load
 from kvbaton.bench.comparison import Comparison, run_line
+from kvbaton.bench.flags import words_of
 from kvbaton.bench.load import BenchRun, Load, run_bench
 from kvbaton.bench.metrics import figures_of
 from kvbaton.bench.modes import Mode, Setup
@@ -129,7 +129,7 @@ def settings_from(flags: argparse.Namespace) -> Settings:
         deadline_s=flags.deadline,
         seed=flags.seed,
         out=Path(flags.out),
-        bench_command=_words(flags.bench_command),
+        bench_command=words_of(flags.bench_command),
     )
 
 
@@ -151,13 +151,9 @@ def setup_from(flags: argparse.Namespace, model: str) -> Setup:
         dtype=flags.dtype or ("float32" if emulated else None),
         engine_args=("--no-enable-prefix-caching",),
         startup_timeout_s=flags.startup_timeout,
-        engine_command=_words(flags.engine_command),
-        router_command=_words(flags.router_command),
+        engine_command=words_of(flags.engine_command),
+        router_command=words_of(flags.router_command),
     )
-
-
-def _words(texts: Sequence[str] | None) -> tuple[str, ...] | None:
-    return tuple(word for text in texts or () for word in shlex.split(text)) or None
 
 
 class Bench:

@@ -37,7 +37,7 @@ def environment(command: Sequence[str], num_cores: int) -> Environment:
         command=" ".join(["kvbaton", *command]),
         machine=f"{_cpu_field('model name') or platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         num_cores=num_cores,
-        versions={"python": platform.python_version(), **_versions()},
+        versions={"python": platform.python_version(), **versions()},
         load_at_start=round(os.getloadavg()[0], 2),
     )
 
@@ -45,7 +45,7 @@ def environment(command: Sequence[str], num_cores: int) -> Environment:
 def bench_machine() -> Machine:
     """What engines may use here: all cores, or the first GPU, which a pair shares so that one engine alone has as much."""
     machine = this_machine()
-    if "cpu" in _versions().get("vllm", ""):
+    if "cpu" in versions().get("vllm", ""):
         machine = machine.with_device(Device.CPU)  # a GPU is no use to vLLM's CPU build
     return msgspec.structs.replace(machine, gpus=machine.gpus[:1])
 
@@ -80,7 +80,8 @@ def cpu_s(instances: Iterable[Instance]) -> float:
     return total_s
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages that figures depend on, where they are installed."""
     found = {}
     for package in _PACKAGES:
         try:

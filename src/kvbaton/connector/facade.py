@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pipeline_model_parallel_rank, get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from kvbaton.connector.caches import describe_caches, refuse_unsupported
@@ -31,7 +31,7 @@ from kvbaton.types import EngineId
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -64,7 +64,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._scheduler = SchedulerSide(settings, identity)
         else:
-            self._worker = WorkerSide(settings, engine_id, rank=get_tensor_model_parallel_rank())
+            first_rank = parallel.data_parallel_index * parallel.world_size
+            self._worker = WorkerSide(settings, engine_id, rank=_rank_in_engine(parallel), first_rank=first_rank)
 
     @property
     def _scheduler_side(self) -> SchedulerSide:
@@ -124,6 +125,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             raise LocalProtocolError(f"handshake metadata of {type(address).__name__} reached BatonConnector")
         self._scheduler_side.set_address(address)
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.set_xfer_handshake_metadata({0: metadata[0, 0]})  # the other ranks' ports follow from rank 0's
+
     # -- worker side -------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -132,7 +138,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config,
             kv_caches,
             tp_rank=get_tensor_model_parallel_rank(),
-            pp_rank=get_pp_group().rank_in_group,
+            pp_rank=get_pipeline_model_parallel_rank(),
         )
         self._device = next(iter(kv_caches.values())).device
         self._worker_side.register(layout, spans)
@@ -176,3 +182,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.shutdown()
         if self._worker is not None:
             self._worker.shutdown()
+
+
+def _rank_in_engine(parallel: ParallelConfig) -> int:
+    stage, size = get_pipeline_model_parallel_rank(), int(parallel.tensor_parallel_size)
+    return int(stage * size + get_tensor_model_parallel_rank())

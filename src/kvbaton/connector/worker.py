@@ -35,6 +35,7 @@ from kvbaton.runtime.peers import Peers, agent_name
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import SideChannel
 from kvbaton.runtime.trace import Trace
+from kvbaton.transport.base import Transport
 from kvbaton.transport.nixl import NixlTransport
 from kvbaton.types import EngineId, RequestId, TransferId
 
@@ -45,13 +46,16 @@ logger = logging.getLogger("vllm.kvbaton")
 
 
 class WorkerSide:
-    def __init__(self, settings: ConnectorSettings, engine_id: EngineId, *, rank: int) -> None:
-        """The side channel is bound: a taken port ends the engine here, with its number. Raises UsageError, Unsupported."""
+    def __init__(self, settings: ConnectorSettings, engine_id: EngineId, *, rank: int, first_rank: int = 0) -> None:
+        """The side channel is bound: a taken port ends the engine here, with its number. Raises UsageError, Unsupported.
+
+        `first_rank` is this engine's first among all ranks that share the settings (data parallelism).
+        """
         self._settings = settings
         self._engine_id = engine_id
         self._rank_number = rank
         self._incarnation = uuid.uuid4().hex
-        port = settings.side_channel_port + rank if settings.side_channel_port else 0
+        port = settings.side_channel_port + first_rank + rank if settings.side_channel_port else 0
         self._channel = SideChannel(settings.side_channel_host, port)
         self._transport = NixlTransport(agent_name(engine_id, rank, self._incarnation), settings.backends)
         self._results = Results()
@@ -75,12 +79,19 @@ class WorkerSide:
             agent_metadata=self._transport.local_metadata(),
             layout=layout,
         )
+
+        def open_transport(name: str) -> Transport:
+            transport = NixlTransport(name, self._settings.backends)
+            transport.register(spans, layout.memory_kind)
+            return transport
+
         settings = self._settings
         path = settings.trace_path and settings.trace_path.replace("{rank}", str(self._rank_number))
         source_trace = Trace(path, "prefill")
         destination_trace = Trace(path, "decode")
         rank = Rank(
             hello=hello,
+            open_transport=open_transport,
             transport=self._transport,
             channel=self._channel,
             peers=Peers(self._transport, layout),

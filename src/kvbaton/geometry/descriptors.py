@@ -1,25 +1,22 @@
-"""Block ids -> address arrays, with neighbours merged on both sides. Arithmetic only, vectorised over chunks and layers.
+"""Block ids -> address arrays, with neighbours joined on both sides. Arithmetic only, vectorised over chunks and regions.
 
-Invariant: the set of (our byte, their byte) pairs described is that of the tokens asked for, rounded outwards to chunks;
-merging changes only how many descriptors say it.
+Invariant: the set of (our byte, their byte) pairs described equals the one asked for; joining changes only how many
+descriptors say it. Blocks pair by the position of their tokens, so the two lists may be in different block sizes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvbaton.errors import RemoteProtocolError
-from kvbaton.geometry.adjacency import Int64Array, join
-from kvbaton.geometry.mapping import GroupPair, GroupSide, LayerClass, PeerMapping, RowShape
+from kvbaton.geometry.mapping import Int64Array, PeerMapping, RegionClass, Rows, join
 from kvbaton.types import End
 
-BlockLists = Sequence[Sequence[int]]
-MAX_TOKEN = 1 << 62
-NULL_BLOCK = 0
-"""vLLM's placeholder where a sliding window has passed: a block that holds nothing."""
+_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -39,121 +36,113 @@ class Descriptors:
         return int(self.length_bytes.sum())
 
 
+def alignment_tokens(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """A multiple of every cache group's block size on both sides: where a prompt may be cut without cutting a block."""
+    return math.lcm(*ours, *theirs)
+
+
 def describe(
     mapping: PeerMapping,
-    our_blocks: BlockLists,
-    their_blocks: BlockLists,
+    our_blocks: Sequence[Sequence[int]],
+    their_blocks: Sequence[Sequence[int]],
     *,
     first_token: int,
     end_token: int,
     num_tokens: int,
 ) -> Descriptors:
-    """Descriptors for moving tokens [first_token, end_token) of a prompt of `num_tokens`.
+    """Descriptors for the KV of tokens [first_token, end_token) of a prompt of `num_tokens`.
 
-    Block lists are per cache group, in each side's own numbering and block size, in token order from token 0. The range
-    is rounded outwards to chunks. A destination's null block receives nothing; a source's is an error, unless the
-    destination's block lies wholly before the sliding window.
-    Raises RemoteProtocolError when an id lies outside its regions, or a list is too short or holds too little.
+    The lists hold one side's block ids per cache group of that side, from token 0 on. `first_token` is on a block boundary
+    of the destination; a block that `end_token` leaves unfinished is moved as far as it is shared. Block 0 is vLLM's null
+    block: nothing is wanted there, and nothing can be had from it. Raises RemoteProtocolError when an id lies outside its
+    regions, a list is too short, or the source lacks what the destination needs.
     """
-    if (len(our_blocks), len(their_blocks)) != (mapping.our_num_groups, mapping.their_num_groups):
-        raise RemoteProtocolError(
-            f"block lists for {len(our_blocks)} cache groups here and {len(their_blocks)} at the peer; expected "
-            f"{mapping.our_num_groups} and {mapping.their_num_groups}"
-        )
-    parts: list[_Part] = []
+    for whose, lists, num_groups in (
+        ("our", our_blocks, mapping.num_our_groups),
+        ("the peer's", their_blocks, mapping.num_their_groups),
+    ):
+        if len(lists) != num_groups:
+            raise RemoteProtocolError(f"{whose} block lists are for {len(lists)} cache groups; expected {num_groups}")
+    parts: list[tuple[Int64Array, Int64Array, Int64Array]] = [(_NO_ROWS, _NO_ROWS, _NO_ROWS)]
     for pair in mapping.pairs if first_token < end_token else ():
-        ours = _Blocks("our", pair.ours, our_blocks[pair.ours.cache_group], first_token, end_token)
-        theirs = _Blocks("the peer's", pair.theirs, their_blocks[pair.theirs.cache_group], first_token, end_token)
-        for layers in pair.classes:
-            tokens = np.arange(first_token // layers.chunk_tokens * layers.chunk_tokens, end_token, layers.chunk_tokens)
-            tokens = tokens[_moves(mapping.our_end, pair, ours, theirs, tokens, num_tokens)]
-            if tokens.size:
-                chunks = ours.locate(tokens, layers.our_rows), theirs.locate(tokens, layers.their_rows)
-                parts.append(_part(layers, *chunks))
-    return _in_every_layer(parts)
+        ours = np.asarray(our_blocks[pair.our_group], dtype=np.int64)
+        theirs = np.asarray(their_blocks[pair.their_group], dtype=np.int64)
+        needed_from = max(0, num_tokens - pair.window_tokens) if pair.window_tokens else 0
+        for alike in pair.classes:
+            starts = _chunk_starts(alike, first_token, end_token)
+            _check(ours, alike.ours, end_token, "our")
+            _check(theirs, alike.theirs, end_token, "the peer's")
+            ids = ours[starts // alike.ours.block_tokens], theirs[starts // alike.theirs.block_tokens]
+            at_source, at_destination = ids if mapping.our_end is End.SOURCE else ids[::-1]
+            starts = _wanted(alike, at_source, at_destination, starts, needed_from)
+            parts.append(_describe_class(alike, ours, theirs, starts))
+    return Descriptors(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-class _Blocks:
-    """One side's blocks of one cache group, checked, for the tokens of one call."""
-
-    def __init__(self, whose: str, side: GroupSide, blocks: Sequence[int], first_token: int, end_token: int) -> None:
-        size = side.block_size_tokens
-        if len(blocks) * size < end_token:
-            raise RemoteProtocolError(
-                f"{whose} {len(blocks)} blocks of {size} tokens cannot hold token {end_token - 1} (cache group "
-                f"{side.cache_group})"
-            )
-        self.size_tokens = size
-        self._first = first_token // size
-        self._ids = np.array(blocks[self._first : -(-end_token // size)], dtype=np.int64)
-        lowest, highest = int(self._ids.min()), int(self._ids.max())
-        if lowest < 0 or highest >= side.num_blocks:
-            raise RemoteProtocolError(
-                f"{whose} block ids span {lowest} to {highest}; the registered cache has {side.num_blocks} blocks "
-                f"(cache group {side.cache_group})"
-            )
-
-    def ids(self, tokens: Int64Array) -> Int64Array:
-        """int64[num_tokens]: the block that holds each token."""
-        return self._ids[tokens // self.size_tokens - self._first]
-
-    def locate(self, tokens: Int64Array, rows: RowShape) -> Int64Array:
-        """int64[num_tokens]: bytes from a layer's base to each token."""
-        row = (self.ids(tokens) * self.size_tokens + tokens % self.size_tokens) // rows.row_tokens
-        return row * rows.row_stride_bytes + tokens % rows.row_tokens * rows.token_stride_bytes
+def _chunk_starts(alike: RegionClass, first_token: int, end_token: int) -> Int64Array:
+    """First tokens of the chunks that hold [first_token, end_token)."""
+    chunk = alike.chunk_tokens
+    if first_token % chunk:
+        raise RemoteProtocolError(f"token {first_token} is not where a block of {chunk} tokens begins")
+    return np.arange(first_token, end_token, chunk, dtype=np.int64)
 
 
-def _moves(
-    our_end: End, pair: GroupPair, ours: _Blocks, theirs: _Blocks, tokens: Int64Array, num_tokens: int
-) -> np.typing.NDArray[np.bool_]:
-    """bool[num_chunks]: which of the chunks that start at these tokens have bytes to move.
-
-    A destination block that the window still touches must be filled whole: its engine may keep it for other prompts.
-    """
-    source, destination = (ours, theirs) if our_end is End.SOURCE else (theirs, ours)
-    wanted, offered = destination.ids(tokens) != NULL_BLOCK, source.ids(tokens) != NULL_BLOCK
-    window_start = min(max(0, num_tokens - pair.window_tokens), MAX_TOKEN) if pair.window_tokens else 0
-    block_end = (tokens // destination.size_tokens + 1) * destination.size_tokens
-    missing = wanted & ~offered & (block_end > window_start)
-    if missing.any():
+def _check(blocks: Int64Array, rows: Rows, end_token: int, whose: str) -> None:
+    num_needed = -(-end_token // rows.block_tokens)
+    if blocks.size < num_needed:
         raise RemoteProtocolError(
-            f"the source's block for token {int(tokens[missing][0])} in our cache group {pair.ours.cache_group} is gone, "
-            "and the destination needs it"
+            f"{whose} {blocks.size} blocks of {rows.block_tokens} tokens cannot hold token {end_token - 1}"
         )
-    moves: np.typing.NDArray[np.bool_] = wanted & offered
-    return moves
+    num_blocks = rows.num_rows * rows.row_tokens // rows.block_tokens
+    if blocks.size and (int(blocks.min()) < 0 or int(blocks.max()) >= num_blocks):
+        raise RemoteProtocolError(
+            f"{whose} block ids span {int(blocks.min())} to {int(blocks.max())}; the registered cache has "
+            f"{num_blocks} blocks"
+        )
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Joined pieces of one class, int64[num_pieces] each, from the base of any of its layers."""
+def _wanted(
+    alike: RegionClass,
+    at_source: Int64Array,
+    at_destination: Int64Array,
+    starts: Int64Array,
+    needed_from: int,
+) -> Int64Array:
+    """The chunks that have a place at the destination; the block ids at both sides are those of the chunks.
 
-    layers: LayerClass
-    our_offset: Int64Array
-    their_offset: Int64Array
-    piece_bytes: Int64Array
+    Raises RemoteProtocolError when the source lacks one that the destination needs.
+    """
+    is_lacking = (at_destination != 0) & (at_source == 0) & (starts + alike.chunk_tokens > needed_from)
+    if is_lacking.any():
+        raise RemoteProtocolError(
+            f"the prefill side no longer holds token {int(starts[is_lacking][0])}, which the decode side needs"
+        )
+    wanted: Int64Array = starts[(at_source != 0) & (at_destination != 0)]
+    return wanted
 
 
-def _part(layers: LayerClass, our_chunk: Int64Array, their_chunk: Int64Array) -> _Part:
-    """Every piece of the chunks that start at these offsets."""
-    joined = join(
-        (our_chunk[:, None] + layers.our_offset).ravel(),
-        (their_chunk[:, None] + layers.their_offset).ravel(),
-        np.tile(layers.piece_bytes, our_chunk.size),
-    )
-    return _Part(layers, *joined)
+def _describe_class(
+    alike: RegionClass, ours: Int64Array, theirs: Int64Array, starts: Int64Array
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    our_row, our_chunk = _rows_of(alike.ours, ours, starts, alike.chunk_tokens)
+    their_row, their_chunk = _rows_of(alike.theirs, theirs, starts, alike.chunk_tokens)
+    parts: list[tuple[Int64Array, Int64Array, Int64Array]] = []
+    for (our_place, their_place), pieces in alike.pieces.items():
+        here = (our_chunk == our_place) & (their_chunk == their_place)
+        our_offset = (our_row[here, None] + pieces.ours[None, :]).ravel()
+        their_offset = (their_row[here, None] + pieces.theirs[None, :]).ravel()
+        parts.append((our_offset, their_offset, np.tile(pieces.length_bytes, int(np.count_nonzero(here)))))
+    our_offset, their_offset, length = (np.concatenate(column) for column in zip(*parts, strict=True))
+    if length.size == 0:
+        return _NO_ROWS, _NO_ROWS, _NO_ROWS
+    our_offset, their_offset, length = join(our_offset, their_offset, length)
+    our_address = alike.our_base[:, None] + our_offset[None, :]
+    their_address = alike.their_base[:, None] + their_offset[None, :]
+    return our_address.ravel(), their_address.ravel(), np.tile(length, alike.our_base.size)
 
 
-def _in_every_layer(parts: list[_Part]) -> Descriptors:
-    """The parts' pieces in all of their layers, layer by layer; each number is written once."""
-    num_descriptors = sum(part.layers.our_base.size * part.piece_bytes.size for part in parts)
-    our_address, their_address, length_bytes = (np.empty(num_descriptors, dtype=np.int64) for _ in range(3))
-    start = 0
-    for part in parts:
-        shape = part.layers.our_base.size, part.piece_bytes.size
-        end = start + shape[0] * shape[1]
-        np.add(part.layers.our_base[:, None], part.our_offset, out=our_address[start:end].reshape(shape))
-        np.add(part.layers.their_base[:, None], part.their_offset, out=their_address[start:end].reshape(shape))
-        length_bytes[start:end].reshape(shape)[:] = part.piece_bytes
-        start = end
-    return Descriptors(our_address, their_address, length_bytes)
+def _rows_of(rows: Rows, blocks: Int64Array, starts: Int64Array, chunk_tokens: int) -> tuple[Int64Array, Int64Array]:
+    """(where the rows of the chunks begin, from a region's base address on; which chunk of its row each of them is)."""
+    rows_per_block = rows.block_tokens // rows.row_tokens
+    row = blocks[starts // rows.block_tokens] * rows_per_block + starts % rows.block_tokens // rows.row_tokens
+    return row * rows.row_stride_bytes, starts % rows.row_tokens // chunk_tokens

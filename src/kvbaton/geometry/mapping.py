@@ -1,216 +1,280 @@
-"""(our layout, a peer's layout) -> how their bytes correspond, prepared once per peer.
+"""(our layout, a peer's layout) -> what of theirs corresponds to what of ours, prepared as far as it does not depend on blocks.
 
-Invariant: layers pair by name, heads by their number in the whole layer, tokens by position; names of axis orders play no
-part. What is prepared: for every class of layers with the same shapes, the pieces of one *chunk*, the longest run of
-tokens that never crosses a row of either side. Next: descriptors.py.
+Regions are paired by layer, never by position; heads by number; tokens by position. Every pair of regions is cut into
+*chunks*: the most tokens that never cross a row on either side. The *pieces* of a chunk are its contiguous stretches, the
+same for every chunk at the same place in its row, of all regions of the same shape. Made once per peer. Next: descriptors.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from kvbaton.geometry import adjacency
-from kvbaton.geometry.adjacency import join
-from kvbaton.geometry.compatibility import require_compatible
-from kvbaton.geometry.heads import owned_heads
+from kvbaton.errors import Incompatible
 from kvbaton.geometry.layout import KVLayout, Region
 from kvbaton.geometry.topology import heads_between
 from kvbaton.types import End
 
-Int64Array = adjacency.Int64Array
+Int64Array = npt.NDArray[np.int64]
+NUM_SHOWN = 4
 
 
 @dataclass(frozen=True)
-class RowShape:
-    """How one side of a class of layers finds a token: token `n` of row `r` is at `r * row_stride + n * token_stride`."""
+class Rows:
+    """How tokens of one side's blocks are found: a block is `block_tokens / row_tokens` consecutive rows."""
 
+    block_tokens: int
     row_tokens: int
     row_stride_bytes: int
-    token_stride_bytes: int
+    num_rows: int
 
 
 @dataclass(frozen=True)
-class LayerClass:
-    """Layers whose bytes correspond in the same way.
+class Pieces:
+    """A chunk's contiguous stretches; int64[num_pieces] each, the offsets from the beginning of its row."""
 
-    The piece `p` of layer `l`'s chunk is at `base[l] + chunk + offset[p]`, where `chunk` is where the chunk's first token
-    is in a layer that starts at 0. Bases are int64[num_layers], offsets and lengths int64[num_pieces], in bytes.
+    ours: Int64Array
+    theirs: Int64Array
+    length_bytes: Int64Array
+
+
+@dataclass(frozen=True)
+class RegionClass:
+    """Paired regions of the same shape; they differ in their addresses only. `our_base`, `their_base`: int64[num_regions].
+
+    `pieces` by (which chunk of our row, which chunk of theirs).
     """
 
     chunk_tokens: int
-    our_rows: RowShape
-    their_rows: RowShape
+    ours: Rows
+    theirs: Rows
     our_base: Int64Array
     their_base: Int64Array
-    our_offset: Int64Array
-    their_offset: Int64Array
-    piece_bytes: Int64Array
-
-
-@dataclass(frozen=True)
-class GroupSide:
-    """One side's cache group: its number there, and what its block ids mean."""
-
-    cache_group: int
-    block_size_tokens: int
-    num_blocks: int
+    pieces: dict[tuple[int, int], Pieces]
 
 
 @dataclass(frozen=True)
 class GroupPair:
-    """Layers that are in this group here and in that group at the peer.
+    """What one of our cache groups has in common with one of theirs."""
 
-    `window_tokens` is what the destination still needs (0: all).
-    """
-
-    ours: GroupSide
-    theirs: GroupSide
+    our_group: int
+    their_group: int
     window_tokens: int
-    classes: tuple[LayerClass, ...]
+    classes: tuple[RegionClass, ...]
 
 
 @dataclass(frozen=True)
 class PeerMapping:
-    """`pairs` has every (our group, their group) with a layer in common: none twice, and a group may be in several."""
-
     our_end: End
+    num_our_groups: int
+    num_their_groups: int
     pairs: tuple[GroupPair, ...]
-    our_num_groups: int
-    their_num_groups: int
-
-
-def alignment_tokens(our_block_sizes: Sequence[int], their_block_sizes: Sequence[int]) -> int:
-    """The least number of tokens of which every multiple is a block boundary on both sides, in every cache group."""
-    return math.lcm(*our_block_sizes, *their_block_sizes)
 
 
 def map_layouts(ours: KVLayout, theirs: KVLayout, our_end: End) -> PeerMapping:
-    """How the bytes of two valid layouts correspond; `our_end` says which of them is the prefill side.
-
-    Raises Incompatible naming the property in the way, both values and the remedy.
-    """
-    require_compatible(ours, theirs, our_end)
+    """How blocks of `ours` and `theirs` correspond where we are `our_end` of transfers. Raises Incompatible."""
+    prefill, decode = (ours, theirs) if our_end is End.SOURCE else (theirs, ours)
+    _require_compatible(ours, theirs, prefill, decode)
     their_regions = {region.layer: region for region in theirs.regions}
-    grouped: dict[tuple[int, int], list[tuple[Region, Region]]] = {}
+    pairs: dict[tuple[int, int], list[tuple[Region, Region, range]]] = defaultdict(list)
     for mine in ours.regions:
         other = their_regions.get(mine.layer)
-        if other is not None:
-            grouped.setdefault((mine.cache_group, other.cache_group), []).append((mine, other))
-    windows = theirs.window_tokens if our_end is End.SOURCE else ours.window_tokens
-    pairs = [
-        GroupPair(
-            ours=_side(ours, our_group, [mine for mine, _ in regions]),
-            theirs=_side(theirs, their_group, [other for _, other in regions]),
-            window_tokens=windows[their_group if our_end is End.SOURCE else our_group],
-            classes=_classes(ours, theirs, our_end, regions),
+        if other is None:
+            continue  # of another pipeline stage
+        _require_same_layer(ours, theirs, mine, other)
+        heads = heads_between(mine.total_heads, prefill.tp_size, prefill.tp_rank, decode.tp_size, decode.tp_rank)
+        if len(heads):
+            pairs[mine.cache_group, other.cache_group].append((mine, other, heads))
+    our_groups, their_groups = len(ours.block_size_tokens), len(theirs.block_size_tokens)
+    return PeerMapping(
+        our_end,
+        our_groups,
+        their_groups,
+        tuple(
+            GroupPair(mine, other, ours.window_tokens[mine], _classes(ours, theirs, members))
+            for (mine, other), members in sorted(pairs.items())
+        ),
+    )
+
+
+def _require_compatible(ours: KVLayout, theirs: KVLayout, prefill: KVLayout, decode: KVLayout) -> None:
+    """Raises Incompatible naming the first property that differs, with both values: causes before effects."""
+    for name, mine, other in (
+        ("model", ours.model, theirs.model),
+        ("KV cache dtype", ours.dtype, theirs.dtype),
+        ("kind of memory", ours.memory_kind, theirs.memory_kind),
+        ("number of KV heads", ours.num_kv_heads, theirs.num_kv_heads),
+        ("head dimension", ours.head_dim, theirs.head_dim),
+        ("order inside the attention kernel's blocks", ours.packing, theirs.packing),
+    ):
+        if mine != other:
+            raise _differs(name, mine, other)
+    if decode.pp_size > 1:
+        raise Incompatible(
+            f"the decode engine has pipeline-parallel size {decode.pp_size}; only prefill engines may have stages. Start "
+            "the decode engine with pipeline-parallel size 1."
         )
-        for (our_group, their_group), regions in sorted(grouped.items())
+    here, there = _layers(ours), _layers(theirs)
+    unpaired = _layers(prefill) - _layers(decode) if prefill.pp_size > 1 else here ^ there
+    if unpaired:
+        raise _differs("set of layers", sorted(here - there)[:NUM_SHOWN], sorted(there - here)[:NUM_SHOWN])
+
+
+def _require_same_layer(ours: KVLayout, theirs: KVLayout, mine: Region, other: Region) -> None:
+    for name, here, there in (
+        ("KV heads", mine.total_heads, other.total_heads),
+        ("parts of a token", _content(mine), _content(other)),
+        ("sliding window", ours.window_tokens[mine.cache_group], theirs.window_tokens[other.cache_group]),
+    ):
+        if here != there:
+            raise _differs(f"{name} of layer {mine.layer}", here, there)
+
+
+def _differs(name: str, mine: object, other: object) -> Incompatible:
+    return Incompatible(
+        f"{name} differs: {mine} on this engine, {other} on the peer. Start both engines with the same {name}."
+    )
+
+
+def _layers(layout: KVLayout) -> set[str]:
+    return {region.layer for region in layout.regions}
+
+
+def _content(region: Region) -> list[tuple[int, int]]:
+    """(bytes per token, bytes that stay together) of every part; packed tokens stay together whole."""
+    return [
+        (part.group_bytes // part.packed_tokens, part.unit_bytes if part.packed_tokens == 1 else 0)
+        for part in region.parts
     ]
-    return PeerMapping(our_end, tuple(pairs), len(ours.block_size_tokens), len(theirs.block_size_tokens))
 
 
-def _side(layout: KVLayout, group: int, regions: list[Region]) -> GroupSide:
-    """A block id is good when every region has that block."""
-    block_tokens = layout.block_size_tokens[group]
-    return GroupSide(group, block_tokens, min(each.num_rows * each.row_tokens // block_tokens for each in regions))
-
-
-def _classes(
-    ours: KVLayout, theirs: KVLayout, our_end: End, regions: list[tuple[Region, Region]]
-) -> tuple[LayerClass, ...]:
-    alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Region, Region]]] = {}
-    for mine, other in regions:
-        alike.setdefault((_shape(mine), _shape(other)), []).append((mine, other))
-    found = []
-    for members in alike.values():
-        mine, other = members[0]
-        heads = _heads_between(mine.total_heads, ours, theirs, our_end)
-        if heads:
-            found.append(
-                _fused(
-                    _layer_class(
-                        members,
-                        num_heads=len(heads),
-                        our_first_head=heads.start - owned_heads(mine.total_heads, ours.tp_size, ours.tp_rank).start,
-                        their_first_head=heads.start
-                        - owned_heads(other.total_heads, theirs.tp_size, theirs.tp_rank).start,
-                    )
+def _classes(ours: KVLayout, theirs: KVLayout, members: list[tuple[Region, Region, range]]) -> tuple[RegionClass, ...]:
+    """Regions of the same shape together; where whole chunks of them abut on both sides, as if they were one region."""
+    by_shape: dict[tuple[object, ...], list[tuple[Region, Region, range]]] = defaultdict(list)
+    for mine, other, heads in members:
+        by_shape[_shape(mine), _shape(other), heads].append((mine, other, heads))
+    classes: list[RegionClass] = []
+    for alike in by_shape.values():
+        mine, other, heads = alike[0]
+        chunk_tokens = _chunk_tokens(mine, other)
+        pieces = {
+            (our_chunk, their_chunk): _pieces(
+                ours, theirs, (mine, other), heads, (our_chunk, their_chunk), chunk_tokens
+            )
+            for our_chunk in range(mine.row_tokens // chunk_tokens)
+            for their_chunk in range(other.row_tokens // chunk_tokens)
+        }
+        bases = sorted((each[0].base_address, each[1].base_address) for each in alike)
+        for our_base, their_base, num_regions in _fuse(bases, pieces):
+            classes.append(
+                RegionClass(
+                    chunk_tokens=chunk_tokens,
+                    ours=_rows(ours, mine),
+                    theirs=_rows(theirs, other),
+                    our_base=our_base,
+                    their_base=their_base,
+                    pieces={at: Pieces(p.ours, p.theirs, p.length_bytes * num_regions) for at, p in pieces.items()},
                 )
             )
-    return tuple(found)
+    return tuple(classes)
 
 
-def _shape(region: Region) -> tuple[int, ...]:
-    return (
-        region.total_heads,
-        region.content_bytes,
-        region.row_tokens,
-        region.row_stride_bytes,
-        region.head_stride_bytes,
-        region.token_stride_bytes,
-    )
+def _shape(region: Region) -> tuple[object, ...]:
+    """All but name, group and address."""
+    return msgspec.structs.astuple(region)[3:]
 
 
-def _heads_between(total_heads: int, ours: KVLayout, theirs: KVLayout, our_end: End) -> range:
-    prefill, decode = (ours, theirs) if our_end is End.SOURCE else (theirs, ours)
-    return heads_between(total_heads, prefill.tp_size, prefill.tp_rank, decode.tp_size, decode.tp_rank)
-
-
-def _layer_class(
-    members: list[tuple[Region, Region]], *, num_heads: int, our_first_head: int, their_first_head: int
-) -> LayerClass:
-    mine, other = members[0]
+def _chunk_tokens(mine: Region, other: Region) -> int:
+    """The most tokens that never cross a row on either side. Raises Incompatible where that would part packed tokens."""
     chunk_tokens = math.gcd(mine.row_tokens, other.row_tokens)
-    our_cells = _cells(mine, our_first_head, num_heads, chunk_tokens)
-    their_cells = _cells(other, their_first_head, num_heads, chunk_tokens)
-    our_offset, their_offset, piece_bytes = join(our_cells, their_cells, np.full_like(our_cells, mine.content_bytes))
-    members = sorted(members, key=lambda pair: pair[0].base_address)
-    return LayerClass(
-        chunk_tokens=chunk_tokens,
-        our_rows=_rows(mine),
-        their_rows=_rows(other),
-        our_base=np.array([region.base_address for region, _ in members], dtype=np.int64),
-        their_base=np.array([region.base_address for _, region in members], dtype=np.int64),
-        our_offset=our_offset,
-        their_offset=their_offset,
-        piece_bytes=piece_bytes,
+    packed = math.lcm(*(part.packed_tokens for part in (*mine.parts, *other.parts)))
+    if chunk_tokens % packed:
+        raise Incompatible(
+            f"block size differs: {mine.row_tokens} on this engine, {other.row_tokens} on the peer, and the attention "
+            f"kernel packs {packed} tokens of layer {mine.layer} together. Start both engines with the same block size."
+        )
+    return chunk_tokens
+
+
+def _rows(layout: KVLayout, region: Region) -> Rows:
+    return Rows(
+        block_tokens=layout.block_size_tokens[region.cache_group],
+        row_tokens=region.row_tokens,
+        row_stride_bytes=region.row_stride_bytes,
+        num_rows=region.num_rows,
     )
 
 
-def _cells(region: Region, first_head: int, num_heads: int, num_tokens: int) -> Int64Array:
-    """int64[num_heads * num_tokens]: where each head of each token of a chunk is, from the chunk's first token on."""
-    heads = np.arange(first_head, first_head + num_heads, dtype=np.int64) * region.head_stride_bytes
-    tokens = np.arange(num_tokens, dtype=np.int64) * region.token_stride_bytes
-    return (heads[:, None] + tokens[None, :]).ravel()
+def _pieces(
+    ours: KVLayout,
+    theirs: KVLayout,
+    regions: tuple[Region, Region],
+    heads: range,
+    chunks: tuple[int, int],
+    chunk_tokens: int,
+) -> Pieces:
+    """The stretches of one chunk, as few as possible."""
+    our_offset = _offsets(ours, regions[0], heads, chunks[0], chunk_tokens)
+    their_offset = _offsets(theirs, regions[1], heads, chunks[1], chunk_tokens)
+    length = [
+        np.full(len(heads) * (chunk_tokens // part.packed_tokens) * part.num_units, part.unit_bytes, dtype=np.int64)
+        for part in regions[0].parts
+    ]
+    return Pieces(*join(our_offset, their_offset, np.concatenate(length)))
 
 
-def _rows(region: Region) -> RowShape:
-    return RowShape(region.row_tokens, region.row_stride_bytes, region.token_stride_bytes)
+def _offsets(layout: KVLayout, region: Region, heads: range, chunk: int, chunk_tokens: int) -> Int64Array:
+    """Of every unit of every group of every head of the chunk, part by part, from the beginning of the row."""
+    first = layout.tp_rank * region.total_heads // layout.tp_size
+    numbers = np.arange(heads.start - first, heads.stop - first, dtype=np.int64) * region.head_stride_bytes
+    found = []
+    for part in region.parts:
+        num_groups = chunk_tokens // part.packed_tokens
+        groups = np.arange(chunk * num_groups, (chunk + 1) * num_groups, dtype=np.int64) * part.group_stride_bytes
+        units = np.arange(part.num_units, dtype=np.int64) * part.unit_stride_bytes
+        grid = numbers[:, None, None] + groups[None, :, None] + units[None, None, :]
+        found.append(part.offset_bytes + grid.ravel())
+    return np.concatenate(found)
 
 
-def _fused(layers: LayerClass) -> LayerClass:
-    """The same bytes; layers whose chunks abut on both sides (blocks outside layers) become one layer with longer pieces.
+def join(ours: Int64Array, theirs: Int64Array, length: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The same bytes in as few stretches as possible: those that abut on both sides become one. In order of `ours`."""
+    order = np.argsort(ours, kind="stable")
+    ours, theirs, length = ours[order], theirs[order], length[order]
+    abuts = (ours[:-1] + length[:-1] == ours[1:]) & (theirs[:-1] + length[:-1] == theirs[1:])
+    starts = np.concatenate(([0], np.flatnonzero(~abuts) + 1))
+    total = np.add.reduceat(length, starts)
+    return ours[starts], theirs[starts], total
 
-    Left alone unless it saves half of the pieces: separate layers cost one addition each, pieces are sorted every time.
+
+def _fuse(
+    bases: list[tuple[int, int]], pieces: dict[tuple[int, int], Pieces]
+) -> list[tuple[Int64Array, Int64Array, int]]:
+    """(our bases, their bases, how many regions each stands for): regions whose every piece abuts the next one's are one.
+
+    So is vLLM's block-outermost family: all layers of a block in one stretch, or of a head of a block.
     """
-    our_pieces = ((layers.our_base - layers.our_base[0])[:, None] + layers.our_offset).ravel()
-    their_pieces = ((layers.their_base - layers.their_base[0])[:, None] + layers.their_offset).ravel()
-    our_offset, their_offset, piece_bytes = join(
-        our_pieces, their_pieces, np.tile(layers.piece_bytes, layers.our_base.size)
-    )
-    if 2 * our_offset.size > our_pieces.size:
-        return layers
-    return LayerClass(
-        chunk_tokens=layers.chunk_tokens,
-        our_rows=layers.our_rows,
-        their_rows=layers.their_rows,
-        our_base=layers.our_base[:1],
-        their_base=layers.their_base[:1],
-        our_offset=our_offset,
-        their_offset=their_offset,
-        piece_bytes=piece_bytes,
-    )
+    lengths = {int(length) for each in pieces.values() for length in each.length_bytes}
+    step = lengths.pop() if len(lengths) == 1 else None  # no distance fits pieces of several lengths
+    runs: list[list[int]] = []  # [our base, their base, number of regions]
+    for our_base, their_base in bases:
+        if runs and step and (our_base - runs[-1][0], their_base - runs[-1][1]) == (runs[-1][2] * step,) * 2:
+            runs[-1][2] += 1
+        else:
+            runs.append([our_base, their_base, 1])
+    fused: dict[int, list[list[int]]] = defaultdict(list)
+    for run in runs:
+        fused[run[2]].append(run)
+    return [
+        (
+            np.array([run[0] for run in alike], dtype=np.int64),
+            np.array([run[1] for run in alike], dtype=np.int64),
+            num_regions,
+        )
+        for num_regions, alike in fused.items()
+    ]

@@ -15,7 +15,7 @@ from kvbaton.errors import RemoteProtocolError
 from kvbaton.geometry.layout import KVLayout
 from kvbaton.types import Direction, Outcome
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_REASON_CHARACTERS = 2000
 
@@ -24,6 +24,8 @@ Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS
 Blocks: TypeAlias = tuple[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], ...]
 """Block ids per cache group, in token order from token 0; 0 is the null block."""
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+MAX_READERS = 4096
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -38,7 +40,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
-    """D to P: my blocks for this transfer are allocated. Push: write them. Pull: tell me where to read."""
+    """D to P: my blocks for this transfer are allocated. Push: write them. Pull: tell me where to read.
+
+    `num_readers` decode ranks take this transfer from the rank that is addressed. `grace_s`: from my last word to you on,
+    my blocks stay mine for at least that long.
+    """
 
     transfer_id: Id
     to_engine_id: Id
@@ -47,6 +53,8 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     first_token: Count
     num_tokens: Count
     blocks: Blocks
+    grace_s: Seconds
+    num_readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)] = 1
     hello: Hello | None = None
 
 
@@ -54,6 +62,13 @@ class HelloWanted(msgspec.Struct, frozen=True, tag="hello_wanted"):
     """P to D: I do not know you (I restarted, or forgot); register again and introduce yourself."""
 
     transfer_id: Id
+
+
+class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
+    """P to D, push: I have not heard of you for a while; do you still want this? Answer Renew with my number, or Cancel."""
+
+    transfer_id: Id
+    number: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -68,7 +83,7 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
     transfer_id: Id
     num_tokens: Count
     blocks: Blocks
-    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    lease_s: Seconds
     hello: Hello
 
 
@@ -79,15 +94,18 @@ class SegmentPosted(msgspec.Struct, frozen=True, tag="segment_posted"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """D to P: I am still waiting for this transfer."""
+    """D to P: I am still waiting for this transfer. `answers` is the number of the Confirm that asked, if one did."""
 
     transfer_id: Id
+    from_incarnation: Id
+    answers: Count = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """To the side that moves the bytes: stop, and answer Ended once nothing of yours can touch my blocks any more."""
 
     transfer_id: Id
+    from_incarnation: Id
     reason: Reason = ""
 
 
@@ -103,6 +121,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """From the side that moves (or would have moved) the bytes: I shall never touch your blocks for this transfer again."""
 
     transfer_id: Id
+    from_incarnation: Id
     outcome: Outcome
     reason: Reason = ""
 
@@ -112,7 +131,7 @@ class Connected(msgspec.Struct, frozen=True, tag="connected"):
 
 
 SideMessage: TypeAlias = (
-    Register | HelloWanted | Accepted | Offer | SegmentPosted | Renew | Cancel | Release | Ended | Connected
+    Register | HelloWanted | Confirm | Accepted | Offer | SegmentPosted | Renew | Cancel | Release | Ended | Connected
 )
 
 
@@ -121,14 +140,12 @@ class Greeting(msgspec.Struct, frozen=True, tag="greeting"):
 
 
 class SegmentLanded(msgspec.Struct, frozen=True, tag="landed"):
-    """P to D with a WRITE: this segment's bytes are in your memory. `is_last` marks the highest segment number."""
+    """P to D with a WRITE: this segment's bytes are in your memory. `is_last` marks the highest number of this sender."""
 
     transfer_id: Id
     generation: Count
     segment: Count
     is_last: bool
-    producer_rank: Count = 0
-    num_producer_ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 Notification: TypeAlias = Greeting | SegmentLanded
@@ -140,7 +157,7 @@ _notification_decoder = msgspec.msgpack.Decoder(Notification)
 
 def encode(message: SideMessage | Notification) -> bytes:
     """The message's bytes. A reason too long for the wire is cut: the receiver would drop the whole message for it."""
-    if isinstance(message, Cancel | Ended) and len(message.reason) > MAX_REASON_CHARACTERS:
+    if isinstance(message, Cancel | Ended | Release) and len(message.reason) > MAX_REASON_CHARACTERS:
         message = msgspec.structs.replace(message, reason=message.reason[: MAX_REASON_CHARACTERS - 3] + "...")
     return _encoder.encode(message)
 

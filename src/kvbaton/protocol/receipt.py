@@ -1,56 +1,44 @@
-"""What has arrived of one transfer, counted per producer rank and segment.
+"""What has arrived of one transfer from one prefill rank, counted per segment.
 
-Segments may land in any order, so the highest one never implies the others. Invariant: complete means that for every
-producer rank, segments 0 to its last are all in, all of one generation.
+Segments may land in any order, so the highest one never implies the others. Invariant: complete means that segments 0 to
+the last are all in, all of one generation.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from kvbaton.errors import RemoteProtocolError
-
-
-@dataclass
-class _RankReceipt:
-    seen: set[int] = field(default_factory=set)
-    last: int | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        return self.last is not None and len(self.seen) == self.last + 1
 
 
 class Receipt:
     """Collects arrivals of the newest generation; older ones are ignored, a newer one starts the count over."""
 
-    def __init__(self, num_producer_ranks: int) -> None:
-        self._num_producer_ranks = num_producer_ranks
+    def __init__(self) -> None:
         self._generation = 0
-        self._ranks: dict[int, _RankReceipt] = {}
+        self._seen: set[int] = set()
+        self._last: int | None = None
 
-    def add(self, *, generation: int, producer_rank: int, segment: int, is_last: bool) -> bool:
+    def add(self, *, generation: int, segment: int, is_last: bool) -> bool:
         """Counts one arrival; False when it is a duplicate or of an older generation.
 
-        Raises RemoteProtocolError for a rank that does not feed us, or a segment beyond or against the announced last.
+        Raises RemoteProtocolError for a segment beyond or against the announced last.
         """
-        if producer_rank >= self._num_producer_ranks:
-            raise RemoteProtocolError(f"segment from rank {producer_rank}; {self._num_producer_ranks} ranks feed us")
         if generation < self._generation:
             return False
         if generation > self._generation:
-            self._generation = generation
-            self._ranks.clear()
-        rank = self._ranks.setdefault(producer_rank, _RankReceipt())
-        if segment in rank.seen:
+            self._generation, self._seen, self._last = generation, set(), None
+        if segment in self._seen:
             return False
-        last = segment if is_last else rank.last
-        if (is_last and rank.last is not None) or (last is not None and max(rank.seen | {segment}) > last):
-            raise RemoteProtocolError(f"segment {segment} contradicts the last segment announced before, {rank.last}")
-        rank.seen.add(segment)
-        rank.last = last
+        last = segment if is_last else self._last
+        if (is_last and self._last is not None) or (last is not None and max(self._seen | {segment}) > last):
+            raise RemoteProtocolError(f"segment {segment} contradicts the last segment announced before, {self._last}")
+        self._seen.add(segment)
+        self._last = last
         return True
 
     @property
+    def num_segments(self) -> int:
+        return len(self._seen)
+
+    @property
     def is_complete(self) -> bool:
-        return len(self._ranks) == self._num_producer_ranks and all(r.is_complete for r in self._ranks.values())
+        return self._last is not None and len(self._seen) == self._last + 1

@@ -42,7 +42,7 @@ class Input(enum.Enum):
     EXPIRE = "expire"
     """The state's deadline passed."""
     LOST = "lost"
-    """The peer's process or link is gone."""
+    """The peer's process is certainly gone. Silence is not that: it only lets deadlines pass."""
     QUIET = "quiet"
     """Nothing can touch the blocks any more: no handle of ours is in flight, or the poster said so."""
 
@@ -51,7 +51,8 @@ class Effect(enum.Enum):
     STOP_POSTING = "stop posting"
     TELL_CANCEL = "tell the peer to cancel"
     TELL_ENDED = "tell the peer it ended"
-    FENCE_PEER = "fence the peer"
+    FORGET_PEER = "forget the peer"
+    FENCE_PEER = "make sure that a silent peer cannot touch our memory any more"
     REPORT = "report the outcome and give the blocks back"
 
 
@@ -82,7 +83,7 @@ TRANSITIONS: dict[tuple[State, Input], tuple[State | None, Outcome | None, tuple
     (State.OFFERED, Input.FAIL): (State.CLOSED, Outcome.FAILED, (Effect.REPORT,)),
     (State.OFFERED, Input.CANCEL): (State.DRAINING, Outcome.CANCELLED, (Effect.TELL_CANCEL,)),
     (State.OFFERED, Input.EXPIRE): (State.DRAINING, Outcome.EXPIRED, (Effect.TELL_CANCEL,)),
-    (State.OFFERED, Input.LOST): (State.CLOSED, Outcome.FAILED, (Effect.FENCE_PEER, Effect.REPORT)),
+    (State.OFFERED, Input.LOST): (State.CLOSED, Outcome.FAILED, (Effect.FORGET_PEER, Effect.REPORT)),
     (State.OFFERED, Input.QUIET): _ABSORB,
     (State.DRAINING, Input.POSTS): _ABSORB,
     (State.DRAINING, Input.OFFERS): _ABSORB,
@@ -90,7 +91,7 @@ TRANSITIONS: dict[tuple[State, Input], tuple[State | None, Outcome | None, tuple
     (State.DRAINING, Input.FAIL): _ABSORB,
     (State.DRAINING, Input.CANCEL): _ABSORB,
     (State.DRAINING, Input.EXPIRE): (State.CLOSED, None, (Effect.FENCE_PEER, Effect.REPORT)),
-    (State.DRAINING, Input.LOST): (State.CLOSED, None, (Effect.FENCE_PEER, Effect.REPORT)),
+    (State.DRAINING, Input.LOST): (State.CLOSED, None, (Effect.FORGET_PEER, Effect.REPORT)),
     (State.DRAINING, Input.QUIET): (State.CLOSED, None, _END),
     **{(State.CLOSED, late): _ABSORB for late in Input},
 }

@@ -23,12 +23,14 @@ class Segment:
 class Segments:
     """The source's frontier against what has been posted and confirmed, for a destination that wants `first_token` on.
 
-    `alignment_tokens` is a multiple of every cache group's block size, so that no block is split between segments.
+    `alignment_tokens` is a multiple of every cache group's block size on both sides, so that no block is split between
+    segments. `max_tokens` bounds one segment, so that a long prompt that was there all along still shows progress.
     """
 
-    def __init__(self, first_token: int, alignment_tokens: int) -> None:
+    def __init__(self, first_token: int, alignment_tokens: int, max_tokens: int | None = None) -> None:
         self._first_token = first_token
         self._alignment_tokens = alignment_tokens
+        self._max_tokens = None if max_tokens is None else max(max_tokens, alignment_tokens)
         self._restart(0)
 
     def _restart(self, generation: int) -> None:
@@ -52,8 +54,10 @@ class Segments:
         """The next segment to post, or None. Taking it counts it as in flight."""
         if self._last_is_posted:
             return None
-        end_token = self._num_final_tokens
-        if not self._is_final:
+        end_token, is_last = self._num_final_tokens, self._is_final
+        if self._max_tokens is not None and end_token > self._posted_to_token + self._max_tokens:
+            end_token, is_last = self._posted_to_token + self._max_tokens, False
+        if not is_last:
             end_token -= end_token % self._alignment_tokens
             if end_token <= self._posted_to_token:
                 return None
@@ -62,7 +66,7 @@ class Segments:
             number=self._num_posted,
             first_token=self._posted_to_token,
             end_token=max(end_token, self._posted_to_token),
-            is_last=self._is_final,
+            is_last=is_last,
         )
         self._posted_to_token = segment.end_token
         self._num_posted += 1

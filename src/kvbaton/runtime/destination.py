@@ -1,4 +1,4 @@
-"""The decode end of transfers: registers allocated blocks with the prefill side, and says when their KV is there.
+"""The decode end of transfers: registers allocated blocks with the prefill ranks, and says when their KV is there.
 
 Push: the prefill side writes; we count its notifications. Pull: it offers its blocks; we read. Invariant: every request
 that came in is reported `received` exactly once, and only when nothing can touch its blocks any more.
@@ -8,12 +8,14 @@ Next: driver.py, the loop around both ends.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from kvbaton.errors import BatonError, PeerLost, RemoteProtocolError
+from kvbaton.errors import BatonError, RemoteProtocolError
+from kvbaton.geometry.topology import num_readers, producers_of, unread_by_all
 from kvbaton.protocol.messages import (
     Accepted,
     Cancel,
+    Confirm,
     Connected,
     Ended,
     Greeting,
@@ -26,63 +28,23 @@ from kvbaton.protocol.messages import (
     SegmentLanded,
     SegmentPosted,
     SideMessage,
-    encode,
 )
 from kvbaton.protocol.params import DecodeTicket
-from kvbaton.protocol.receipt import Receipt
 from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
-from kvbaton.protocol.segments import Segments
+from kvbaton.runtime.destination_transfer import Leg, Reception
 from kvbaton.runtime.events import DestinationCancelled, DestinationOpened
+from kvbaton.runtime.lines import Lines
 from kvbaton.runtime.mover import Move, Settled
 from kvbaton.runtime.peers import CONNECT_TIMEOUT_S, is_agent_of
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import Endpoint
 from kvbaton.transport.base import AgentName, Operation
-from kvbaton.types import Direction, Outcome, TransferId
+from kvbaton.types import Direction, End, Outcome, RequestId, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
 
 MAX_RENEW_INTERVAL_S = 5.0
-
-
-@dataclass
-class Line:
-    """What we know of the process behind an endpoint."""
-
-    opened_s: float
-    knows_us: bool = False
-    has_answered: bool = False
-    has_greeted: bool = False
-    """Its transport has reached ours."""
-
-
-@dataclass
-class DestinationTransfer:
-    opened: DestinationOpened
-    endpoint: Endpoint
-    rendezvous: Rendezvous
-    receipt: Receipt
-    renew_at_s: float
-    unanswered_at_s: float
-    """By then somebody must have answered at the endpoint."""
-    move: Move | None = None
-    lease_s: float | None = None
-    """For how long the offered blocks are held from each of our signs of life on."""
-    lease_until_s: float = float("inf")
-    is_expecting: bool = False
-    """A segment is known to be on its way."""
-
-    @property
-    def transfer_id(self) -> TransferId:
-        return self.opened.ticket.transfer_id
-
-    @property
-    def direction(self) -> Direction:
-        return self.opened.ticket.direction
-
-    @property
-    def num_in_flight(self) -> int:
-        return 0 if self.move is None else self.move.num_in_flight
+_UNWANTED = "nobody here wants it any more"
 
 
 class DestinationEnd:
@@ -92,304 +54,421 @@ class DestinationEnd:
         deadlines = rank.deadlines
         shortest_s = min(deadlines.open_s, deadlines.offered_s, deadlines.draining_s)
         self._renew_interval_s = min(MAX_RENEW_INTERVAL_S, shortest_s / 3)
-        self._lines: dict[Endpoint, Line] = {}
-        self._transfers: dict[tuple[Endpoint, TransferId], DestinationTransfer] = {}
+        self._lines = Lines(rank.channel)
+        self._receptions: dict[RequestId, Reception] = {}
+        self._legs: dict[TransferId, list[Leg]] = {}
 
     # -- the engine's side -------------------------------------------------------------------------------------------
 
     def opened(self, command: DestinationOpened, now_s: float) -> None:
         ticket = command.ticket
-        endpoint = self._endpoint_of(ticket)
-        if (endpoint, ticket.transfer_id) in self._transfers:
+        reception = Reception(command, now_s)
+        try:
+            reception.legs = [self._new_leg(reception, rank, now_s) for rank in self._producers(ticket)]
+        except BatonError as error:
+            reason = str(error)
+        else:
+            taken = {leg.endpoint for leg in self._legs.get(ticket.transfer_id, ())}
+            if not taken.intersection(leg.endpoint for leg in reception.legs):
+                self._open(reception, now_s)
+                return
             reason = f"another request here already receives transfer {ticket.transfer_id}"
-            logger.warning("Request %s: %s", command.request_id, reason)
-            self._rank.results.received(command.request_id, reason)
-            return
-        transfer = DestinationTransfer(
-            opened=command,
-            endpoint=endpoint,
+        logger.warning("Request %s: %s", command.request_id, reason)
+        self._rank.results.received(command.request_id, reason)
+
+    def _producers(self, ticket: DecodeTicket) -> tuple[int, ...]:
+        """The prefill ranks that feed us. Raises Incompatible when the two sizes do not fit the number of heads."""
+        return producers_of(self._rank.hello.layout, ticket.tp_size, ticket.pp_size)
+
+    def _new_leg(self, reception: Reception, rank: int, now_s: float) -> Leg:
+        ticket = reception.opened.ticket
+        return Leg(
+            reception,
+            rank,
+            _endpoint_of(ticket, rank),
+            num_readers=num_readers(self._rank.hello.layout, ticket.tp_size, rank),
+            incarnation=self._rank.incarnation,
             rendezvous=Rendezvous(self._rank.deadlines, now_s),
-            receipt=Receipt(num_producer_ranks=1),
             renew_at_s=now_s + self._renew_interval_s,
             unanswered_at_s=now_s + CONNECT_TIMEOUT_S,
         )
-        self._transfers[endpoint, ticket.transfer_id] = transfer
+
+    def _open(self, reception: Reception, now_s: float) -> None:
+        command = reception.opened
+        self._receptions[command.request_id] = reception
+        self._legs.setdefault(reception.transfer_id, []).extend(reception.legs)
         self._rank.destination_trace.emit(
             "registered",
-            ticket.transfer_id,
-            direction=ticket.direction.value,
+            reception.transfer_id,
+            direction=reception.direction.value,
             num_blocks=sum(len(group) for group in command.blocks),
             num_tokens=command.num_tokens - command.first_token,
         )
-        try:
-            self._register(transfer, now_s)
-        except PeerLost as error:
-            self.lost(endpoint, now_s, str(error))
-            return
-        if transfer.direction is Direction.PUSH:
-            self._feed(transfer, Input.OFFERS, now_s)
+        for leg in reception.open_legs():  # the first that fails at once takes the others along
+            failure = self._register(leg, now_s)
+            if failure is not None:
+                self.lost(leg.endpoint, now_s, failure)
+            elif leg.direction is Direction.PUSH:
+                self._feed(leg, Input.OFFERS, now_s)
+        self._release_unread(command.ticket, "no decode rank reads this copy", now_s)
 
-    def _endpoint_of(self, ticket: DecodeTicket) -> Endpoint:
-        """Our counterpart's: the ticket names rank 0's port, and rank r listens on the r-th after it."""
-        return Endpoint(ticket.host, ticket.port + self._rank.hello.rank)
-
-    def _register(self, transfer: DestinationTransfer, now_s: float, *, is_introducing: bool = False) -> None:
-        line = self._lines.setdefault(transfer.endpoint, Line(opened_s=now_s))
-        ticket, opened = transfer.opened.ticket, transfer.opened
+    def _register(self, leg: Leg, now_s: float, *, is_introducing: bool = False) -> str | None:
+        """None, or why nobody can be called there."""
+        line = self._lines.use(leg.endpoint, now_s)
+        opened = leg.reception.opened
         register = Register(
-            transfer_id=ticket.transfer_id,
-            to_engine_id=ticket.engine_id,
-            from_incarnation=self._rank.hello.incarnation,
-            direction=ticket.direction,
+            transfer_id=leg.transfer_id,
+            to_engine_id=opened.ticket.engine_id,
+            from_incarnation=leg.incarnation,
+            direction=leg.direction,
             first_token=opened.first_token,
             num_tokens=opened.num_tokens,
             blocks=opened.blocks,
-            hello=self._rank.hello if is_introducing or not line.knows_us else None,
+            grace_s=self._rank.deadlines.draining_s,
+            num_readers=leg.num_readers,
+            hello=self._rank.hello if is_introducing or line.knows_us_as != leg.incarnation else None,
         )
-        line.knows_us = True
-        self._say(transfer.endpoint, register)
+        line.knows_us_as = leg.incarnation
+        return self._lines.say(leg.endpoint, register)
 
     def cancelled(self, command: DestinationCancelled, now_s: float) -> None:
-        for transfer in list(self._transfers.values()):
-            if transfer.opened.request_id == command.request_id:
-                self._feed(transfer, Input.CANCEL, now_s, "the decode request was given up")
+        reception = self._receptions.get(command.request_id)
+        if reception is not None:
+            self._cancel(reception, now_s, "the decode request was given up")
 
-    def nothing_needed(self, ticket: DecodeTicket) -> None:
-        """The source learns at once that nobody will come for this transfer.
+    def _cancel(self, reception: Reception, now_s: float, reason: str) -> None:
+        for leg in reception.open_legs():
+            self._feed(leg, Input.CANCEL, now_s, reason)
+
+    def nothing_needed(self, ticket: DecodeTicket, now_s: float) -> None:
+        """The prefill ranks learn at once that nobody will come for this transfer.
 
         vLLM also says so, under another request id, of a request whose client left: if that one is in our hands, its own
         cancellation ends it, safely.
         """
-        endpoint = self._endpoint_of(ticket)
-        if (endpoint, ticket.transfer_id) in self._transfers:
-            return
+        reason = "the decode side needs nothing"
         try:
-            self._say(endpoint, Release(ticket.transfer_id, ticket.engine_id, "the decode side needs nothing"))
-        except PeerLost as error:
-            logger.warning("Transfer %s is not needed, but nobody can be told: %s", ticket.transfer_id, error)
+            ranks = self._producers(ticket)
+        except BatonError as error:
+            logger.warning("Transfer %s is not needed, but its ranks are not known: %s", ticket.transfer_id, error)
+            return
+        busy = {leg.endpoint for leg in self._legs.get(ticket.transfer_id, ())}
+        for rank in ranks:
+            if _endpoint_of(ticket, rank) not in busy:
+                self._release(ticket, rank, reason, now_s)
+        self._release_unread(ticket, reason, now_s)
+
+    def _release_unread(self, ticket: DecodeTicket, reason: str, now_s: float) -> None:
+        """Prefill ranks whose copy nobody takes hear so from the first of us."""
+        if self._rank.hello.layout.tp_rank == 0:
+            for rank in unread_by_all(self._rank.hello.layout, ticket.tp_size, ticket.pp_size):
+                self._release(ticket, rank, reason, now_s)
+
+    def _release(self, ticket: DecodeTicket, rank: int, reason: str, now_s: float) -> None:
+        endpoint = _endpoint_of(ticket, rank)
+        self._lines.use(endpoint, now_s)
+        failure = self._lines.say(endpoint, Release(ticket.transfer_id, ticket.engine_id, reason))
+        if failure is not None:
+            logger.warning("Transfer %s is not needed, but nobody can be told: %s", ticket.transfer_id, failure)
 
     # -- the peer's side ---------------------------------------------------------------------------------------------
 
     def receive(self, endpoint: Endpoint, message: SideMessage, now_s: float) -> None:
         """Raises RemoteProtocolError for a message that a prefill side must not send."""
-        if not isinstance(message, Accepted | HelloWanted | Offer | SegmentPosted | Ended | Cancel):
+        if not isinstance(message, Accepted | Confirm | HelloWanted | Offer | SegmentPosted | Ended | Cancel):
             raise RemoteProtocolError(f"{type(message).__name__} is not for a decode side")
-        line = self._lines.get(endpoint)
+        line = self._lines.find(endpoint)
         if line is not None:
-            line.has_answered = True
-        transfer = self._transfers.get((endpoint, TransferId(message.transfer_id)))
-        if transfer is None:
-            return
+            line.heard_s = now_s
+        leg = self._find(TransferId(message.transfer_id), endpoint)
+        if leg is not None:
+            self._hear(leg, message, now_s)
+        elif isinstance(message, Confirm):
+            self._lines.say(
+                endpoint, Cancel(message.transfer_id, self._rank.incarnation, "nobody here wants it any more")
+            )
+
+    def _hear(self, leg: Leg, message: SideMessage, now_s: float) -> None:
         match message:
             case Accepted():
-                self._accepted(transfer, now_s)
-            case HelloWanted() if transfer.rendezvous.state in {State.OPEN, State.OFFERED}:
-                self._register(transfer, now_s, is_introducing=True)
+                self._accepted(leg, now_s)
+            case HelloWanted() if leg.rendezvous.state in {State.OPEN, State.OFFERED}:
+                self._register(leg, now_s, is_introducing=True)
+            case Confirm():
+                self._confirm(leg, message)
             case Offer():
-                self._offered(transfer, message, now_s)
+                self._offered(leg, message, now_s)
             case SegmentPosted():
-                transfer.is_expecting = True
+                leg.is_expecting = True
             case Ended():
-                self._ended(transfer, message, now_s)
+                self._ended(leg, message, now_s)
             case Cancel():
-                self._feed(transfer, Input.CANCEL, now_s, message.reason or "the prefill side cancelled")
+                self._feed(leg, Input.CANCEL, now_s, message.reason or "the prefill side cancelled")
 
-    def _accepted(self, transfer: DestinationTransfer, now_s: float) -> None:
-        transfer.rendezvous.heard(now_s)
-        if transfer.lease_s is not None:
+    def _find(self, transfer_id: TransferId, endpoint: Endpoint) -> Leg | None:
+        return next((leg for leg in self._legs.get(transfer_id, ()) if leg.endpoint == endpoint), None)
+
+    def _accepted(self, leg: Leg, now_s: float) -> None:
+        leg.rendezvous.heard(now_s)
+        if leg.lease_s is not None:
             # Counted from when we asked, which is before the prefill side counts from.
-            asked_s = transfer.renew_at_s - self._renew_interval_s
-            transfer.lease_until_s = max(transfer.lease_until_s, asked_s + transfer.lease_s)
+            asked_s = leg.renew_at_s - self._renew_interval_s
+            leg.lease_until_s = max(leg.lease_until_s, asked_s + leg.lease_s)
 
-    def _ended(self, transfer: DestinationTransfer, message: Ended, now_s: float) -> None:
-        if transfer.rendezvous.state is State.DRAINING and transfer.direction is Direction.PUSH:
-            self._feed(transfer, Input.QUIET, now_s)
-        elif message.outcome is Outcome.DELIVERED and transfer.direction is Direction.PUSH:
-            transfer.is_expecting = True  # all was written: its notifications are on their way through the transport
+    def _confirm(self, leg: Leg, message: Confirm) -> None:
+        if leg.rendezvous.state in {State.OPEN, State.OFFERED}:
+            self._lines.say(leg.endpoint, Renew(leg.transfer_id, leg.incarnation, answers=message.number))
+        else:
+            self._lines.say(leg.endpoint, Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason))
+
+    def _ended(self, leg: Leg, message: Ended, now_s: float) -> None:
+        if leg.rendezvous.state is State.DRAINING and leg.direction is Direction.PUSH:
+            self._feed(leg, Input.QUIET, now_s)
+        elif message.outcome is Outcome.DELIVERED and leg.direction is Direction.PUSH:
+            leg.is_expecting = True  # all was written: its notifications are on their way through the transport
         else:
             reason = f"the prefill side ended the transfer: {message.outcome.value}"
-            self._feed(transfer, Input.FAIL, now_s, f"{reason} ({message.reason})" if message.reason else reason)
+            self._feed(leg, Input.FAIL, now_s, f"{reason} ({message.reason})" if message.reason else reason)
 
     def arrived(self, sender: AgentName, notification: Notification, now_s: float) -> None:
         """A notification came through the transport. Raises RemoteProtocolError when its sender has no business with it."""
         if isinstance(notification, Greeting):
             self._greeted(sender)
             return
-        transfer = self._receiver_of(sender, notification)
-        if transfer is None or transfer.rendezvous.state not in {State.OFFERED, State.DRAINING}:
+        leg = self._receiver_of(sender, notification)
+        if leg is None or leg.rendezvous.state not in {State.OFFERED, State.DRAINING}:
             return
-        is_news = transfer.receipt.add(
-            generation=notification.generation,
-            producer_rank=notification.producer_rank,
-            segment=notification.segment,
-            is_last=notification.is_last,
+        is_news = leg.receipt.add(
+            generation=notification.generation, segment=notification.segment, is_last=notification.is_last
         )
         if not is_news:
             return
-        self._rank.destination_trace.emit("segment_arrived", transfer.transfer_id, segment=notification.segment)
-        transfer.is_expecting = False
-        transfer.rendezvous.heard(now_s)
-        if transfer.receipt.is_complete:
-            self._feed(transfer, Input.COMPLETE, now_s)
+        self._rank.destination_trace.emit("segment_arrived", leg.transfer_id, segment=notification.segment)
+        leg.is_expecting = False
+        leg.rendezvous.heard(now_s)
+        if leg.receipt.is_complete:
+            self._feed(leg, Input.COMPLETE, now_s)
 
-    def _receiver_of(self, sender: AgentName, landed: SegmentLanded) -> DestinationTransfer | None:
-        for transfer in self._transfers.values():
-            if transfer.transfer_id == landed.transfer_id and is_agent_of(sender, transfer.opened.ticket.engine_id):
-                return transfer
+    def _receiver_of(self, sender: AgentName, landed: SegmentLanded) -> Leg | None:
+        for leg in self._legs.get(TransferId(landed.transfer_id), ()):
+            if is_agent_of(sender, leg.reception.opened.ticket.engine_id, leg.rank):
+                return leg
         return None
 
     def _greeted(self, sender: AgentName) -> None:
-        for transfer in self._transfers.values():
-            line = self._lines.get(transfer.endpoint)
-            if line is not None and not line.has_greeted and is_agent_of(sender, transfer.opened.ticket.engine_id):
-                line.has_greeted = True
-                self._say(transfer.endpoint, Connected())
+        for leg in self._all_legs():
+            line = self._lines.find(leg.endpoint)
+            is_its = is_agent_of(sender, leg.reception.opened.ticket.engine_id, leg.rank)
+            if is_its and line is not None and line.greeted_us_as != leg.incarnation:
+                line.greeted_us_as = leg.incarnation
+                self._lines.say(leg.endpoint, Connected())
+
+    def _all_legs(self) -> Iterator[Leg]:
+        return (leg for legs in list(self._legs.values()) for leg in list(legs))
 
     # -- reading (pull) ----------------------------------------------------------------------------------------------
 
-    def _offered(self, transfer: DestinationTransfer, offer: Offer, now_s: float) -> None:
-        if transfer.direction is not Direction.PULL or transfer.rendezvous.state is not State.OPEN:
+    def _offered(self, leg: Leg, offer: Offer, now_s: float) -> None:
+        if leg.direction is not Direction.PULL or leg.rendezvous.state is not State.OPEN:
             return
-        opened = transfer.opened
+        opened, hello = leg.reception.opened, offer.hello
         try:
-            if offer.hello.engine_id != opened.ticket.engine_id:
-                raise RemoteProtocolError(f"engine {offer.hello.engine_id} answers for {opened.ticket.engine_id}")
+            if (hello.engine_id, hello.rank) != (opened.ticket.engine_id, leg.rank):
+                raise RemoteProtocolError(
+                    f"engine {hello.engine_id} rank {hello.rank} answers for {opened.ticket.engine_id} rank {leg.rank}"
+                )
             if offer.num_tokens != opened.num_tokens:
                 raise RemoteProtocolError(
                     f"the prompt has {opened.num_tokens} tokens here and {offer.num_tokens} at the prefill side"
                 )
-            peer = self._rank.peers.greet(offer.hello, now_s)
+            peer = self._rank.peers.greet(hello, End.DESTINATION, now_s)
         except BatonError as error:
-            self._feed(transfer, Input.FAIL, now_s, str(error))
+            self._feed(leg, Input.FAIL, now_s, str(error))
             return
-        move = transfer.move = Move(
-            transfer_id=transfer.transfer_id,
-            rendezvous=transfer.rendezvous,
-            operation=Operation.READ,
-            peer=peer,
-            segments=Segments(opened.first_token, self._rank.alignment_tokens),
+        peer.num_transfers += 1
+        move = leg.move = self._rank.new_move(
+            Operation.READ,
+            leg.transfer_id,
+            leg.rendezvous,
+            peer,
             their_blocks=offer.blocks,
-            our_blocks=opened.blocks,
+            first_token=opened.first_token,
+            num_tokens=opened.num_tokens,
         )
+        move.our_blocks = opened.blocks
         # P counts from when it sent the offer, a little earlier; its drain after the lease's end is far longer than that.
-        transfer.lease_s, transfer.lease_until_s = offer.lease_s, now_s + offer.lease_s
-        self._feed(transfer, Input.POSTS, now_s)
+        leg.lease_s, leg.lease_until_s = offer.lease_s, now_s + offer.lease_s
+        self._feed(leg, Input.POSTS, now_s)
         move.segments.advance(offer.num_tokens, is_final=True, generation=0)
+        self._pump(leg, move, now_s)
+
+    def _pump(self, leg: Leg, move: Move, now_s: float) -> None:
         try:
             self._rank.mover.pump(move)
         except BatonError as error:
-            self._feed(transfer, Input.FAIL, now_s, str(error))
+            self._feed(leg, Input.FAIL, now_s, str(error))
             return
-        self._maybe_complete(transfer, now_s)
+        self._maybe_complete(leg, now_s)
 
-    def settled(self, transfer_id: TransferId, settled: Settled, now_s: float) -> None:
+    def settled(self, settled: Settled, now_s: float) -> None:
         """The transport is done with a READ of ours."""
-        for transfer in list(self._transfers.values()):
-            if transfer.move is settled.move and transfer.transfer_id == transfer_id:
-                if settled.failure is not None:
-                    self._feed(transfer, Input.FAIL, now_s, settled.failure)
-                else:
-                    settled.move.peer.connecting_until_s = now_s
-                    transfer.rendezvous.moved(now_s)
-                    self._maybe_complete(transfer, now_s)
-                if transfer.rendezvous.state is State.DRAINING and transfer.num_in_flight == 0:
-                    self._feed(transfer, Input.QUIET, now_s)
+        for leg in list(self._legs.get(settled.move.transfer_id, ())):
+            if leg.move is not settled.move:
+                continue
+            if settled.failure is not None:
+                self._feed(leg, Input.FAIL, now_s, settled.failure)
+            else:
+                settled.move.peer.connecting_until_s = now_s
+                leg.rendezvous.moved(now_s)
+                self._pump(leg, settled.move, now_s)
+            if leg.rendezvous.state is State.DRAINING and leg.num_in_flight == 0:
+                self._feed(leg, Input.QUIET, now_s)
 
-    def _maybe_complete(self, transfer: DestinationTransfer, now_s: float) -> None:
-        if transfer.rendezvous.state is not State.POSTING or transfer.move is None:
+    def _maybe_complete(self, leg: Leg, now_s: float) -> None:
+        if leg.rendezvous.state is not State.POSTING or leg.move is None:
             return
-        if now_s > transfer.lease_until_s:
-            self._feed(transfer, Input.FAIL, now_s, "the prefill side's lease ended before the blocks were read")
-        elif transfer.move.segments.is_complete:
-            self._feed(transfer, Input.COMPLETE, now_s)
+        if now_s > leg.lease_until_s:
+            self._feed(leg, Input.FAIL, now_s, "the prefill side's lease ended before the blocks were read")
+        elif leg.move.segments.is_complete:
+            self._feed(leg, Input.COMPLETE, now_s)
 
-    # -- time, loss, and the machine's effects -----------------------------------------------------------------------
+    # -- time, loss, and the machines' effects -----------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
-        for transfer in list(self._transfers.values()):
-            if transfer.rendezvous.is_overdue(now_s):
-                self._feed(transfer, Input.EXPIRE, now_s, f"no progress while {transfer.rendezvous.state.value}")
-            elif self._is_unanswered(transfer, now_s):
-                self.lost(transfer.endpoint, now_s, "nobody answers at that address")
-            elif now_s >= transfer.renew_at_s and not transfer.rendezvous.is_closed:
-                transfer.renew_at_s = now_s + self._renew_interval_s
-                self._say(transfer.endpoint, Renew(transfer.transfer_id))
+        for leg in self._all_legs():
+            if leg.rendezvous.is_closed:
+                continue
+            if leg.incarnation != self._rank.incarnation:
+                self._cut_off(leg, now_s)
+            elif leg.rendezvous.is_overdue(now_s):
+                self._feed(leg, Input.EXPIRE, now_s, f"no progress while {leg.rendezvous.state.value}")
+            elif self._is_unanswered(leg, now_s):
+                self.lost(leg.endpoint, now_s, "nobody answers at that address")
+            elif now_s >= leg.renew_at_s:
+                leg.renew_at_s = now_s + self._renew_interval_s
+                self._remind(leg)
+        self._lines.forget_idle((leg.endpoint for leg in self._all_legs()), now_s)
 
-    def _is_unanswered(self, transfer: DestinationTransfer, now_s: float) -> bool:
-        line = self._lines.get(transfer.endpoint)
-        return line is not None and not line.has_answered and now_s >= transfer.unanswered_at_s
+    def _cut_off(self, leg: Leg, now_s: float) -> None:
+        """Our transport was opened anew since: whatever was on its way to us for this leg will not come."""
+        is_draining = leg.rendezvous.state is State.DRAINING
+        reason = "the transport was opened anew, to fence off another peer that fell silent"
+        self._feed(leg, Input.QUIET if is_draining else Input.FAIL, now_s, reason)
+
+    def _remind(self, leg: Leg) -> None:
+        """The prefill side hears of us; of a leg that we gave up, that we did: the first time may have been lost."""
+        if leg.rendezvous.state is State.DRAINING and leg.direction is Direction.PUSH:
+            self._lines.say(leg.endpoint, Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason))
+        else:
+            self._lines.say(leg.endpoint, Renew(leg.transfer_id, leg.incarnation))
+
+    def _is_unanswered(self, leg: Leg, now_s: float) -> bool:
+        line = self._lines.find(leg.endpoint)
+        return line is not None and line.heard_s is None and now_s >= leg.unanswered_at_s
 
     def lost(self, endpoint: Endpoint, now_s: float, why: str) -> None:
         """The process behind `endpoint` is gone: nothing of it can reach us any more, and its transfers fail now."""
-        self._lines.pop(endpoint, None)
-        self._rank.channel.hang_up(endpoint)
-        for transfer in list(self._transfers.values()):
-            if transfer.endpoint == endpoint:
+        self._lines.forget(endpoint)
+        for leg in self._all_legs():
+            if leg.endpoint == endpoint and not leg.rendezvous.is_closed:
                 reason = f"the prefill side at {endpoint.host}:{endpoint.port} is gone: {why}"
-                self._feed(transfer, Input.LOST, now_s, reason)
+                self._feed(leg, Input.LOST, now_s, reason)
 
-    def _feed(self, transfer: DestinationTransfer, what: Input, now_s: float, reason: str = "") -> None:
-        if transfer.rendezvous.state is State.DRAINING and transfer.move is not None and transfer.num_in_flight:
+    def _feed(self, leg: Leg, what: Input, now_s: float, reason: str = "") -> None:
+        rendezvous = leg.rendezvous
+        if rendezvous.state is State.DRAINING and leg.move is not None and leg.num_in_flight:
             # Neither a clock nor a peer's end stops an operation of ours: it is over when its handle is (`settled`).
-            if what in {Input.EXPIRE, Input.LOST} and self._rank.mover.abandon(transfer.move):
-                self._rank.peers.forget(transfer.move.peer)
+            if what in {Input.EXPIRE, Input.LOST}:
+                self._rank.give_up(leg.move, now_s)
             return
-        for effect in transfer.rendezvous.handle(what, now_s, reason):
+        for effect in rendezvous.handle(what, now_s, reason):
             match effect:
                 case Effect.STOP_POSTING:
-                    self._stop(transfer, now_s)
+                    self._stop(leg, now_s)
                 case Effect.TELL_CANCEL:
-                    self._say(transfer.endpoint, Cancel(transfer.transfer_id, transfer.rendezvous.reason))
+                    self._tell(leg, Cancel(leg.transfer_id, leg.incarnation, rendezvous.reason))
                 case Effect.TELL_ENDED:
-                    self._tell_ended(transfer)
+                    outcome = rendezvous.outcome or Outcome.FAILED
+                    self._tell(leg, Ended(leg.transfer_id, leg.incarnation, outcome, rendezvous.reason))
+                case Effect.FORGET_PEER:
+                    self._forget(leg)
                 case Effect.FENCE_PEER:
-                    self._fence(transfer)
+                    self._fence(leg)
                 case Effect.REPORT:
-                    self._report(transfer)
+                    self._closed(leg, now_s)
 
-    def _tell_ended(self, transfer: DestinationTransfer) -> None:
-        if transfer.endpoint in self._lines:  # else it is gone: calling again would only leave a socket behind
-            outcome = transfer.rendezvous.outcome or Outcome.FAILED
-            self._say(transfer.endpoint, Ended(transfer.transfer_id, outcome, transfer.rendezvous.reason))
+    def _tell(self, leg: Leg, message: SideMessage) -> None:
+        if leg.endpoint in self._lines:  # else it is gone: calling again would only leave a socket behind
+            self._lines.say(leg.endpoint, message)
 
-    def _stop(self, transfer: DestinationTransfer, now_s: float) -> None:
-        if transfer.move is not None:
-            transfer.move.is_stopped = True
-        if transfer.num_in_flight == 0:
-            self._feed(transfer, Input.QUIET, now_s)
+    def _stop(self, leg: Leg, now_s: float) -> None:
+        if leg.move is not None:
+            leg.move.is_stopped = True
+        if leg.num_in_flight == 0:
+            self._feed(leg, Input.QUIET, now_s)
 
-    def _fence(self, transfer: DestinationTransfer) -> None:
-        """After this the silent peer must introduce itself anew before anything of it is believed."""
-        self._lines.pop(transfer.endpoint, None)
-        self._rank.channel.hang_up(transfer.endpoint)
-        if transfer.move is not None:
-            self._rank.peers.forget(transfer.move.peer)
+    def _forget(self, leg: Leg) -> None:
+        """After this the peer must introduce itself anew before anything of it is believed."""
+        self._lines.forget(leg.endpoint)
+        if leg.move is not None:
+            self._rank.peers.forget(leg.move.peer)
 
-    def _report(self, transfer: DestinationTransfer) -> None:
-        outcome, reason = transfer.rendezvous.outcome or Outcome.FAILED, transfer.rendezvous.reason
-        del self._transfers[transfer.endpoint, transfer.transfer_id]
+    def _fence(self, leg: Leg) -> None:
+        """A silent writer cannot reach our memory any more. A reader (pull) has stopped by itself: its handles are gone."""
+        self._forget(leg)
+        if leg.direction is Direction.PUSH and leg.incarnation == self._rank.incarnation:
+            logger.warning(
+                "The prefill rank at %s has been silent since transfer %s was given up. The transport is opened anew, so "
+                "that nothing it may have begun can land; transfers in flight here fail and are computed again.",
+                leg.endpoint.address, leg.transfer_id,
+            )  # fmt: skip
+            self._rank.fence()
+
+    def _closed(self, leg: Leg, now_s: float) -> None:
+        """A leg came to its end; one that did not deliver takes its siblings along."""
+        reception, rendezvous = leg.reception, leg.rendezvous
+        self._legs[leg.transfer_id].remove(leg)
+        if not self._legs[leg.transfer_id]:
+            del self._legs[leg.transfer_id]
+        if leg.move is not None:
+            leg.move.peer.leave(now_s)
+        if leg.endpoint in self._lines:
+            self._lines.use(leg.endpoint, now_s)
+        if rendezvous.outcome is not Outcome.DELIVERED and reception.failure is None:
+            reception.failure = rendezvous.outcome or Outcome.FAILED, rendezvous.reason
+            self._cancel(reception, now_s, rendezvous.reason)
+        if reception.is_over and self._receptions.pop(reception.opened.request_id, None) is not None:
+            self._report(reception)
+
+    def _report(self, reception: Reception) -> None:
+        outcome, reason = reception.failure or (Outcome.DELIVERED, "")
         is_delivered = outcome is Outcome.DELIVERED
-        self._rank.results.received(transfer.opened.request_id, None if is_delivered else reason)
-        num_bytes = 0 if transfer.move is None else transfer.move.num_bytes
+        self._rank.results.received(reception.opened.request_id, None if is_delivered else reason)
         self._rank.destination_trace.emit(
-            "closed", transfer.transfer_id, outcome=outcome.value, reason=reason, num_bytes=num_bytes
+            "closed", reception.transfer_id, outcome=outcome.value, reason=reason, num_bytes=reception.num_bytes
         )
         if not is_delivered:
             level = logging.INFO if outcome is Outcome.CANCELLED else logging.WARNING
-            logger.log(level, "Transfer %s did not deliver: %s (%s)", transfer.transfer_id, outcome.value, reason)
-
-    def _say(self, endpoint: Endpoint, message: SideMessage) -> None:
-        self._rank.channel.send(endpoint, encode(message))
+            logger.log(level, "Transfer %s did not deliver: %s (%s)", reception.transfer_id, outcome.value, reason)
 
     # -- what the loop needs to know ---------------------------------------------------------------------------------
 
     def is_expecting(self, now_s: float) -> bool:
         """Something may come through the transport at any moment, so it should be looked at often."""
-        return any(transfer.is_expecting for transfer in self._transfers.values()) or any(
-            not line.has_greeted and now_s < line.opened_s + CONNECT_TIMEOUT_S
-            for endpoint, line in self._lines.items()
-            if any(t.endpoint == endpoint and t.direction is Direction.PUSH for t in self._transfers.values())
+        return any(
+            leg.is_expecting or (leg.direction is Direction.PUSH and self._is_connecting(leg, now_s))
+            for leg in self._all_legs()
         )
 
+    def _is_connecting(self, leg: Leg, now_s: float) -> bool:
+        line = self._lines.find(leg.endpoint)
+        is_new = line is not None and line.greeted_us_as != leg.incarnation
+        return is_new and now_s < leg.unanswered_at_s
+
     def __len__(self) -> int:
-        return len(self._transfers)
+        return len(self._receptions)
+
+
+def _endpoint_of(ticket: DecodeTicket, rank: int) -> Endpoint:
+    """The ticket names rank 0's port, and rank r listens on the r-th after it."""
+    return Endpoint(ticket.host, ticket.port + rank)

@@ -35,6 +35,9 @@ FAST_TICK_S = 0.0003
 SLOW_TICK_S = 0.02
 IDLE_TICK_S = 1.0
 
+STALL_S = 2.0
+"""A loop that did not turn for so long (twice its longest sleep) cannot tell how old what it reads next is."""
+
 
 class Driver:
     def __init__(self, rank: Rank) -> None:
@@ -45,6 +48,7 @@ class Driver:
         # KV that the device is still computing, in the order of the device's stream.
         self._computing: deque[SourceAdvanced] = deque()
         self._is_stopping = False
+        self._turned_s = rank.clock()
         self._thread = threading.Thread(target=self._run, name="kvbaton", daemon=True)
 
     def start(self) -> None:
@@ -99,6 +103,8 @@ class Driver:
         anything more is posted.
         """
         now_s = self._rank.clock()
+        if now_s - self._turned_s > STALL_S:
+            self._source.stalled(now_s)
         for received in self._rank.channel.receive():
             self._hear(received, now_s)
         while self._inbox:
@@ -110,6 +116,8 @@ class Driver:
         self._watch_transport(now_s)
         self._source.tick(now_s)
         self._destination.tick(now_s)
+        self._rank.peers.forget_idle(now_s)
+        self._turned_s = now_s
 
     def _obey(self, command: Command, now_s: float) -> None:
         match command:
@@ -127,7 +135,7 @@ class Driver:
             case DestinationCancelled():
                 self._destination.cancelled(command, now_s)
             case NothingNeeded():
-                self._destination.nothing_needed(command.ticket)
+                self._destination.nothing_needed(command.ticket, now_s)
 
     def _hear(self, received: Received, now_s: float) -> None:
         try:
@@ -142,7 +150,7 @@ class Driver:
     def _watch_transport(self, now_s: float) -> None:
         for settled in self._rank.mover.poll():
             end = self._source if settled.move.operation is Operation.WRITE else self._destination
-            end.settled(settled.move.transfer_id, settled, now_s)
+            end.settled(settled, now_s)
         if not (len(self._destination) or self._source.has_offered or self._rank.peers.are_connecting(now_s)):
             return
         for arrival in self._rank.transport.arrivals():

@@ -18,7 +18,12 @@ from kvbaton.runtime.events import BlockLists
 from kvbaton.runtime.peers import Peer
 from kvbaton.runtime.trace import Trace
 from kvbaton.transport.base import Handle, Operation, Progress, Transport
-from kvbaton.types import TransferId
+from kvbaton.types import End, TransferId
+
+MAX_SEGMENTS_IN_FLIGHT = 4
+"""Of one move."""
+
+_OUR_END = {Operation.WRITE: End.SOURCE, Operation.READ: End.DESTINATION}
 
 
 @dataclass
@@ -31,10 +36,14 @@ class Move:
     peer: Peer
     segments: Segments
     their_blocks: BlockLists
+    num_tokens: int
+    """Of the whole prompt."""
     our_blocks: BlockLists = ()
     num_bytes: int = 0
     num_in_flight: int = 0
     is_stopped: bool = False
+    abandoned_s: float | None = None
+    """When the transport was first asked to let go of what is in flight."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +69,23 @@ class Mover:
         self._transport = transport
         self._traces = {Operation.WRITE: source_trace, Operation.READ: destination_trace}
         self._in_flight: dict[Handle, _InFlight] = {}
+        self._cut_off: list[_InFlight] = []
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._in_flight)
+        return bool(self._in_flight or self._cut_off)
 
     def pump(self, move: Move) -> int:
-        """Posts every segment that is ready, and returns how many. Raises BatonError of the first that cannot be."""
+        """Posts segments that are ready, and returns how many; the rest when one of them has settled.
+
+        Over shared memory the copy happens inside the post: the loop must get round to hearing a cancellation in between.
+        Raises BatonError of the first that cannot be posted.
+        """
         num_posted = 0
-        while not move.is_stopped and (segment := move.segments.take()) is not None:
+        while not move.is_stopped and move.num_in_flight < MAX_SEGMENTS_IN_FLIGHT:
+            segment = move.segments.take()
+            if segment is None:
+                break
             self._post(move, segment)
             num_posted += 1
         return num_posted
@@ -77,12 +94,12 @@ class Mover:
         started_s = time.monotonic()
         try:
             descriptors = describe(
-                move.peer.mapping,
+                move.peer.mapping(_OUR_END[move.operation]),
                 move.our_blocks,
                 move.their_blocks,
                 first_token=segment.first_token,
                 end_token=segment.end_token,
-                num_tokens=segment.end_token,
+                num_tokens=move.num_tokens,
             )
             planned_s = time.monotonic()
             notification = _notification(move, segment)
@@ -116,7 +133,8 @@ class Mover:
 
     def poll(self) -> list[Settled]:
         """Lets the transport work, and returns the segments it is done with since the last call."""
-        settled = []
+        settled = [self._settle(flight) for flight in self._cut_off]
+        self._cut_off = []
         for handle, flight in list(self._in_flight.items()):
             progress = self._transport.poll(handle)
             if progress is Progress.MOVING and flight.failure is None:
@@ -135,6 +153,14 @@ class Mover:
         for flight in flights:
             flight.failure = f"a {move.operation.value} was abandoned"
         return bool(flights)
+
+    def replace_transport(self, transport: Transport) -> None:
+        """The old one is closed: what was in flight is over, and the next `poll` says so."""
+        self._transport = transport
+        for flight in self._in_flight.values():
+            flight.failure = flight.failure or f"a {flight.move.operation.value} was cut off with the transport"
+            self._cut_off.append(flight)
+        self._in_flight = {}
 
     def _settle(self, flight: _InFlight) -> Settled:
         move = flight.move

@@ -1,14 +1,15 @@
 """The sockets of the side channel: one that is bound and answers, one per endpoint we call. Bytes in, bytes out.
 
 Invariant: nothing here blocks except `wait`, and that ends early when `wake` is called from another thread. A called
-endpoint whose connection breaks is reported once, by `lost`. ZeroMQ keeps trying to reconnect; we do not rely on it,
-because the process behind the address may be another one by then.
+endpoint is reported by `lost` once it is certain that nobody listens there any more. A connection that broke for another
+reason comes back by itself; what was on its way may be missing then, so whoever speaks here says important things again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from kvbaton.errors import PeerLost, UsageError
 
 _HEARTBEAT_INTERVAL_MS = 2000
 _HEARTBEAT_TIMEOUT_MS = 6000
+_PROBE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,29 @@ class _Line:
         except zmq.ZMQError as error:
             raise PeerLost(f"no socket to call {endpoint.address}: {error}") from error
         _configure(self.socket, endpoint.host)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self.monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        )
+        self.was_connected = False
+        self.is_probed = False
+        self.is_refused = False
         try:
             self.socket.connect(endpoint.address)
         except zmq.ZMQError as error:
             self.close()
             raise PeerLost(f"{endpoint.address} cannot be called: {error}") from error
+
+    def is_in_trouble(self) -> bool:
+        """Since the last call the connection broke, or could not be made again."""
+        is_in_trouble = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
+                if event == zmq.EVENT_CONNECTED:
+                    self.was_connected = True
+                else:
+                    is_in_trouble = self.was_connected
+        return is_in_trouble
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -69,14 +88,14 @@ class _Line:
         self.socket.close(linger=0)
 
 
-def _configure(socket: zmq.Socket[bytes], host: str) -> None:
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+def _configure(zmq_socket: zmq.Socket[bytes], host: str) -> None:
+    zmq_socket.setsockopt(zmq.LINGER, 0)
+    zmq_socket.setsockopt(zmq.SNDHWM, 0)
+    zmq_socket.setsockopt(zmq.RCVHWM, 0)
+    zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
+    zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
     if ":" in host:
-        socket.setsockopt(zmq.IPV6, 1)
+        zmq_socket.setsockopt(zmq.IPV6, 1)
 
 
 class SideChannel:
@@ -134,18 +153,26 @@ class SideChannel:
         return news
 
     def lost(self) -> list[Endpoint]:
-        """Endpoints whose connection broke since the last call; their lines are closed."""
-        broken = []
+        """Endpoints we were connected to and where nobody listens any more, since the last call; their lines are closed."""
         for endpoint, line in self._lines.items():
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    event = recv_monitor_message(line.monitor, zmq.NOBLOCK)
-                    if event["event"] == zmq.EVENT_DISCONNECTED:
-                        broken.append(endpoint)
-                        break
-        for endpoint in broken:
+            if line.is_in_trouble() and not line.is_probed:
+                line.is_probed = True
+                threading.Thread(target=self._probe, args=(endpoint, line), name="kvbaton-probe", daemon=True).start()
+        dead = [endpoint for endpoint, line in self._lines.items() if line.is_refused]
+        for endpoint in dead:
             self.hang_up(endpoint)
-        return broken
+        return dead
+
+    def _probe(self, endpoint: Endpoint, line: _Line) -> None:
+        """In a thread of its own, because looking a name up may take long. Only a refusal proves that a process is gone."""
+        try:
+            socket.create_connection((endpoint.host, endpoint.port), _PROBE_TIMEOUT_S).close()
+        except ConnectionRefusedError:
+            line.is_refused = True
+            self.wake()
+        except OSError:
+            pass  # unreachable or silent: the process may live
+        line.is_probed = False
 
     def send(self, route: Caller | Endpoint, data: bytes) -> None:
         """Queues `data`; an endpoint is connected on first use.

@@ -1,19 +1,17 @@
-"""The prefill end of transfers: waits for both the request's KV and the decode side's registration, in either order.
+"""The prefill end of transfers: waits for both the request's KV and the decode side's registrations, in either order.
 
-Push: our blocks are written to the destination as they become final. Pull: they are offered when all are final, and held
-until the decode side says it has read them. Invariant: a request the engine holds blocks for is reported `sent` exactly
-once, when its transfer is closed and no handle of ours is in flight. Next: destination.py.
+Push: our blocks are written to the readers as they become final. Pull: they are offered when all are final, and held until
+the readers say they have read them. Invariant: a request the engine holds blocks for is reported `sent` exactly once, when
+its transfer is over and no handle of ours is in flight. Next: destination.py.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.errors import BatonError, PeerLost, RemoteProtocolError
+from kvbaton.errors import BatonError, RemoteProtocolError
 from kvbaton.protocol.messages import (
     Accepted,
     Cancel,
@@ -21,24 +19,22 @@ from kvbaton.protocol.messages import (
     Ended,
     Greeting,
     HelloWanted,
-    Offer,
     Register,
     Release,
     Renew,
-    SegmentPosted,
     SideMessage,
     encode,
 )
 from kvbaton.protocol.remembered import Remembered
 from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
-from kvbaton.protocol.segments import Segments
 from kvbaton.runtime.events import SourceAdvanced, SourceFinished, SourceOpened, SourceRevoked
-from kvbaton.runtime.mover import Move, Settled
+from kvbaton.runtime.mover import Settled
 from kvbaton.runtime.peers import Peer
 from kvbaton.runtime.rank import Rank
+from kvbaton.runtime.serving import Serving
 from kvbaton.runtime.sidechannel import Caller
-from kvbaton.transport.base import Operation
-from kvbaton.types import Direction, Outcome, RequestId, TransferId
+from kvbaton.runtime.source_transfer import NEVER_S, Reader, SourceTransfer
+from kvbaton.types import End, Outcome, RequestId, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
 
@@ -46,44 +42,12 @@ READ_WATCH_S = 1.0
 """How long after an offer we expect the reader to be at work, and keep our half of the transport going for it."""
 
 
-@dataclass
-class Destination:
-    """Where the KV is wanted, as registered."""
-
-    register: Register
-    peer: Peer
-    caller: Caller
-
-
-@dataclass
-class SourceTransfer:
-    transfer_id: TransferId
-    rendezvous: Rendezvous
-    request_id: RequestId | None = None
-    destination: Destination | None = None
-    frontier: SourceAdvanced | None = None
-    move: Move | None = None
-    is_engine_done: bool = False
-    """The engine has finished the request; what it holds now, it holds for us."""
-    is_held: bool = False
-    offered_s: float | None = None
-    awaits_release: threading.Event | None = None
-    """Somebody wants the blocks back and waits for our handles."""
-
-    @property
-    def is_computing(self) -> bool:
-        return self.request_id is not None and not self.is_engine_done
-
-    @property
-    def num_in_flight(self) -> int:
-        return 0 if self.move is None else self.move.num_in_flight
-
-
 class SourceEnd:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._transfers: dict[TransferId, SourceTransfer] = {}
         self._remembered = Remembered()
+        self._serving = Serving(rank, self._reader_closed)
 
     # -- the engine's side -------------------------------------------------------------------------------------------
 
@@ -98,18 +62,19 @@ class SourceEnd:
             )  # fmt: skip
             return
         transfer.request_id = command.request_id
-        transfer.rendezvous.heard(now_s)
+        self._heard_of_engine(transfer, now_s)
 
     def advanced(self, command: SourceAdvanced, now_s: float) -> None:
         transfer = self._of_request(command.transfer_id, command.request_id)
         if transfer is None:
             return
         transfer.frontier = command
-        transfer.rendezvous.heard(now_s)
+        self._heard_of_engine(transfer, now_s)
         self._rank.source_trace.emit(
             "source_advanced", transfer.transfer_id, num_tokens=command.num_tokens, last=command.is_last
         )
-        self._match(transfer, now_s)
+        for reader in transfer.open_readers():
+            self._serving.match(transfer, reader, now_s)
 
     def revoked(self, command: SourceRevoked, now_s: float) -> None:
         """Nothing more is posted from the blocks; what is in flight ends first, and an offer of them is taken back."""
@@ -118,12 +83,12 @@ class SourceEnd:
             command.released.set()
             return
         transfer.frontier = None
-        if transfer.rendezvous.state is State.OFFERED:
-            self._feed(transfer, Input.CANCEL, now_s, "the prefill request was preempted while its blocks were read")
-        if transfer.num_in_flight or transfer.rendezvous.state is State.DRAINING:
-            transfer.awaits_release = command.released
-        else:
-            command.released.set()
+        transfer.awaits_release = command.released
+        for reader in transfer.open_readers():
+            if reader.rendezvous.state is State.OFFERED:
+                reason = "the prefill request was preempted while its blocks were read"
+                self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason)
+        self._maybe_release(transfer)
 
     def finished(self, command: SourceFinished, now_s: float) -> None:
         transfer = self._of_request(command.transfer_id, command.request_id)
@@ -134,9 +99,9 @@ class SourceEnd:
             return
         transfer.is_engine_done = True
         transfer.is_held = command.is_held
-        transfer.rendezvous.heard(now_s)
+        self._heard_of_engine(transfer, now_s)
         if command.is_aborted:
-            self._feed(transfer, Input.CANCEL, now_s, "the prefill request was aborted")
+            self._cancel_all(transfer, now_s, "the prefill request was aborted")
 
     def _of_request(self, transfer_id: TransferId, request_id: RequestId) -> SourceTransfer | None:
         transfer = self._transfers.get(transfer_id)
@@ -145,9 +110,19 @@ class SourceEnd:
     def _find_or_open(self, transfer_id: TransferId, now_s: float) -> SourceTransfer:
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
-            transfer = SourceTransfer(transfer_id, Rendezvous(self._rank.deadlines, now_s))
+            transfer = SourceTransfer(transfer_id, Rendezvous(self._rank.deadlines, now_s), now_s)
             self._transfers[transfer_id] = transfer
         return transfer
+
+    def _heard_of_engine(self, transfer: SourceTransfer, now_s: float) -> None:
+        transfer.claim.heard(now_s)
+        for reader in transfer.open_readers():
+            reader.rendezvous.heard(now_s)
+
+    def _cancel_all(self, transfer: SourceTransfer, now_s: float, reason: str) -> None:
+        for reader in transfer.open_readers():
+            self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason)
+        self._close_claim(transfer, Input.CANCEL, now_s, reason)
 
     # -- the peer's side ---------------------------------------------------------------------------------------------
 
@@ -173,33 +148,39 @@ class SourceEnd:
         transfer_id = TransferId(register.transfer_id)
         refusal = self._why_not(register, now_s)
         if refusal is not None:
-            self._say(caller, Ended(transfer_id, *refusal))
+            self._serving.say_ended(caller, transfer_id, *refusal)
             return
         try:
-            peer = self._rank.peers.find(register.from_incarnation) if register.hello is None else self._greet(register)
+            peer = self._greet(register, now_s)
         except BatonError as error:
             logger.warning("Transfer %s refused: %s", transfer_id, error)
-            self._say(caller, Ended(transfer_id, Outcome.FAILED, str(error)))
+            self._serving.say_ended(caller, transfer_id, Outcome.FAILED, str(error))
             return
         if peer is None:
-            self._say(caller, HelloWanted(transfer_id))
+            self._serving.say(caller, HelloWanted(transfer_id))
             return
-        known = self._transfers[transfer_id].destination if transfer_id in self._transfers else None
-        if known is not None and (known.peer is not peer or not _is_same(known.register, register)):
-            self._say(caller, Ended(transfer_id, Outcome.FAILED, "another request already receives this transfer"))
-            return
-        if not self._say(caller, Accepted(transfer_id)):
+        if not self._serving.say(caller, Accepted(transfer_id)):
             # It hung up while its registration lay here unread: the blocks may be somebody else's by now.
             return
         transfer = self._find_or_open(transfer_id, now_s)
-        transfer.destination = Destination(register, peer, caller)
-        if known is None:
+        reader = transfer.readers.get(register.from_incarnation)
+        if reader is None:
+            reader = Reader(register, peer, caller, Rendezvous(self._rank.deadlines, now_s), heard_s=NEVER_S)
+            peer.num_transfers += 1
+            transfer.readers[register.from_incarnation] = reader
+            transfer.num_readers = register.num_readers
             self._rank.source_trace.emit("destination_known", transfer_id, direction=register.direction.value)
-        self._match(transfer, now_s)
+            if len(transfer.readers) == register.num_readers:
+                self._close_claim(transfer, Input.COMPLETE, now_s)
+        self._serving.heard(reader, caller, now_s)
+        self._serving.match(transfer, reader, now_s)
 
     def _why_not(self, register: Register, now_s: float) -> tuple[Outcome, str] | None:
         if register.to_engine_id != self._rank.engine_id:
             return Outcome.FAILED, f"this is engine {self._rank.engine_id}, not {register.to_engine_id}"
+        transfer = self._transfers.get(TransferId(register.transfer_id))
+        if transfer is not None:
+            return _why_no_reader(transfer, register)
         memory = self._remembered.recall(TransferId(register.transfer_id), now_s)
         if memory is None:
             return None
@@ -207,213 +188,141 @@ class SourceEnd:
             return Outcome.FAILED, "this transfer was delivered before; a new request needs a new transfer_id"
         return memory.outcome, memory.reason
 
-    def _greet(self, register: Register) -> Peer:
+    def _greet(self, register: Register, now_s: float) -> Peer | None:
+        """The sender, introduced now or before; None when it has to introduce itself first. Raises BatonError."""
         hello = register.hello
-        if hello is None or hello.incarnation != register.from_incarnation:
+        if hello is None:
+            peer = self._rank.peers.find(register.from_incarnation)
+            if peer is not None:
+                peer.mapping(End.SOURCE)
+            return peer
+        if hello.incarnation != register.from_incarnation:
             raise RemoteProtocolError("the introduction does not belong to the registration's sender")
-        peer = self._rank.peers.greet(hello, self._rank.clock())
+        peer = self._rank.peers.greet(hello, End.SOURCE, now_s)
         self._rank.transport.notify(peer.agent, encode(Greeting()))
         return peer
 
     def _renewed(self, caller: Caller, message: Renew, now_s: float) -> None:
         transfer_id = TransferId(message.transfer_id)
         transfer = self._transfers.get(transfer_id)
-        if transfer is not None:
-            if transfer.destination is None or transfer.destination.caller != caller:
-                # Its registration was lost or dropped, or came by a connection that is gone.
-                self._say(caller, HelloWanted(transfer_id))
-                return
-            if transfer.request_id is not None:
-                transfer.rendezvous.heard(now_s)
-            self._say(caller, Accepted(transfer_id))
+        if transfer is None:
+            memory = self._remembered.recall(transfer_id, now_s)
+            if memory is None:
+                self._serving.say_ended(caller, transfer_id, Outcome.FAILED, "this transfer is not known here")
+            else:
+                self._serving.say_ended(caller, transfer_id, memory.outcome, memory.reason)
             return
-        memory = self._remembered.recall(transfer_id, now_s)
-        if memory is None:
-            self._say(caller, Ended(transfer_id, Outcome.FAILED, "this transfer is not known here"))
-        else:
-            self._say(caller, Ended(transfer_id, memory.outcome, memory.reason))
+        reader = transfer.readers.get(message.from_incarnation)
+        if reader is None:
+            # Its registration was lost or dropped.
+            self._serving.say(caller, HelloWanted(transfer_id))
+            return
+        if reader.rendezvous.is_closed:
+            outcome = reader.rendezvous.outcome or Outcome.FAILED
+            self._serving.say_ended(caller, transfer_id, outcome, reader.rendezvous.reason)
+            return
+        self._serving.renewed(transfer, reader, caller, now_s, answers=message.answers)
 
     def _cancelled(self, caller: Caller, message: Cancel, now_s: float) -> None:
         transfer_id, reason = TransferId(message.transfer_id), message.reason or "cancelled by the decode side"
         transfer = self._transfers.get(transfer_id)
-        if transfer is not None:
-            self._feed(transfer, Input.CANCEL, now_s, reason)
-        else:
-            self._remembered.add(transfer_id, Outcome.CANCELLED, reason, now_s)
-        if transfer is None or transfer.destination is None:
-            # Nothing of ours was ever going to touch the caller's blocks.
-            self._say(caller, Ended(transfer_id, Outcome.CANCELLED, reason))
+        reader = None if transfer is None else transfer.readers.get(message.from_incarnation)
+        if transfer is not None and reader is not None and not reader.rendezvous.is_closed:
+            reader.caller = caller
+            self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason)
+            if reader.rendezvous.state is State.DRAINING:
+                self._serving.say(caller, Accepted(transfer_id))  # alive, and waiting for the transport
+            return
+        self._not_wanted(transfer_id, now_s, reason)
+        # Nothing of ours is going to touch the caller's blocks.
+        self._serving.say_ended(caller, transfer_id, Outcome.CANCELLED, reason)
 
     def _released(self, message: Release, now_s: float) -> None:
-        """Before anybody registered, or in its place. A registered destination ends its transfer by Cancel or Ended."""
-        if message.to_engine_id != self._rank.engine_id:
-            return
-        transfer = self._transfers.get(TransferId(message.transfer_id))
+        if message.to_engine_id == self._rank.engine_id:
+            self._not_wanted(TransferId(message.transfer_id), now_s, message.reason)
+
+    def _not_wanted(self, transfer_id: TransferId, now_s: float, reason: str) -> None:
+        """Before anybody registered, or in its place. A registered reader ends its part by Cancel or Ended."""
+        transfer = self._transfers.get(transfer_id)
         if transfer is None:
-            self._remembered.add(TransferId(message.transfer_id), Outcome.CANCELLED, message.reason, now_s)
-        elif transfer.destination is None:
-            self._feed(transfer, Input.CANCEL, now_s, message.reason)
+            if self._remembered.recall(transfer_id, now_s) is None:
+                self._remembered.add(transfer_id, Outcome.CANCELLED, reason, now_s)
+        elif not transfer.readers:
+            self._close_claim(transfer, Input.CANCEL, now_s, reason)
 
     def _ended(self, caller: Caller, message: Ended, now_s: float) -> None:
-        transfer = self._transfers.get(TransferId(message.transfer_id))
-        if transfer is None or transfer.destination is None or transfer.destination.caller != caller:
+        transfer_id = TransferId(message.transfer_id)
+        transfer = self._transfers.get(transfer_id)
+        reader = None if transfer is None else transfer.readers.get(message.from_incarnation)
+        if transfer is None or reader is None:
+            if message.outcome is not Outcome.DELIVERED:
+                # Given up before we knew of it, for instance while it was still to introduce itself.
+                self._not_wanted(transfer_id, now_s, message.reason)
             return
-        if transfer.rendezvous.state is State.DRAINING:
-            self._feed(transfer, Input.QUIET, now_s)
-        elif message.outcome is Outcome.DELIVERED and transfer.rendezvous.state is not State.POSTING:
-            self._feed(transfer, Input.COMPLETE, now_s)
+        reader.caller = caller
+        if reader.rendezvous.state is State.DRAINING:
+            self._serving.feed(transfer, reader, Input.QUIET, now_s)
+        elif message.outcome is Outcome.DELIVERED and reader.rendezvous.state is not State.POSTING:
+            self._serving.feed(transfer, reader, Input.COMPLETE, now_s)
         else:
-            self._feed(transfer, Input.FAIL, now_s, message.reason)
+            self._serving.feed(transfer, reader, Input.FAIL, now_s, message.reason)
 
     def _connected(self, caller: Caller, now_s: float) -> None:
         for transfer in self._transfers.values():
-            if transfer.destination is not None and transfer.destination.caller == caller:
-                transfer.destination.peer.connecting_until_s = now_s
+            for reader in transfer.readers.values():
+                if reader.caller == caller:
+                    reader.peer.connecting_until_s = now_s
 
-    # -- moving ------------------------------------------------------------------------------------------------------
-
-    def _match(self, transfer: SourceTransfer, now_s: float) -> None:
-        """Starts or continues the move as far as both ends are known."""
-        destination, frontier = transfer.destination, transfer.frontier
-        if destination is None or frontier is None or transfer.rendezvous.state not in {State.OPEN, State.POSTING}:
-            return
-        register = destination.register
-        if frontier.is_last and frontier.num_tokens != register.num_tokens:
-            reason = f"the prompt has {frontier.num_tokens} tokens here and {register.num_tokens} at the decode side"
-            self._feed(transfer, Input.FAIL, now_s, reason)
-            return
-        if register.direction is Direction.PULL:
-            if frontier.is_last:
-                self._offer(transfer, destination, frontier, now_s)
-            return
-        if transfer.move is None:
-            transfer.move = self._new_move(transfer, destination)
-            self._feed(transfer, Input.POSTS, now_s)
-        if frontier.generation > transfer.move.segments.generation and transfer.num_in_flight:
-            return  # a preempted prefill starts over; what it sent before lands first (`settled` comes back here)
-        transfer.move.our_blocks = frontier.blocks
-        transfer.move.segments.advance(frontier.num_tokens, is_final=frontier.is_last, generation=frontier.generation)
-        self._pump(transfer, transfer.move, now_s)
-
-    def _new_move(self, transfer: SourceTransfer, destination: Destination) -> Move:
-        return Move(
-            transfer_id=transfer.transfer_id,
-            rendezvous=transfer.rendezvous,
-            operation=Operation.WRITE,
-            peer=destination.peer,
-            segments=Segments(destination.register.first_token, self._rank.alignment_tokens),
-            their_blocks=destination.register.blocks,
+    def _maybe_release(self, transfer: SourceTransfer) -> None:
+        """Whoever wants the blocks back gets them once nothing of ours or of a reader's touches them."""
+        is_touched = transfer.num_in_flight or any(
+            reader.rendezvous.state in {State.DRAINING, State.OFFERED} for reader in transfer.readers.values()
         )
-
-    def _pump(self, transfer: SourceTransfer, move: Move, now_s: float) -> None:
-        try:
-            num_posted = self._rank.mover.pump(move)
-        except BatonError as error:
-            self._feed(transfer, Input.FAIL, now_s, str(error))
-            return
-        if num_posted:
-            transfer.rendezvous.moved(now_s)
-            self._tell(transfer, SegmentPosted(transfer.transfer_id))
-        self._maybe_complete(transfer, now_s)
-
-    def _maybe_complete(self, transfer: SourceTransfer, now_s: float) -> None:
-        if (
-            transfer.rendezvous.state is State.POSTING
-            and transfer.move is not None
-            and transfer.move.segments.is_complete
-        ):
-            self._feed(transfer, Input.COMPLETE, now_s)
-
-    def _offer(
-        self, transfer: SourceTransfer, destination: Destination, frontier: SourceAdvanced, now_s: float
-    ) -> None:
-        self._feed(transfer, Input.OFFERS, now_s)
-        transfer.offered_s = now_s
-        self._say(
-            destination.caller,
-            Offer(
-                transfer.transfer_id,
-                num_tokens=frontier.num_tokens,
-                blocks=frontier.blocks,
-                lease_s=self._rank.deadlines.offered_s,
-                hello=self._rank.hello,
-            ),
-        )
-
-    def settled(self, transfer_id: TransferId, settled: Settled, now_s: float) -> None:
-        """The transport is done with a segment of ours."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.move is not settled.move:
-            return
-        if transfer.awaits_release is not None and transfer.num_in_flight == 0:
+        if transfer.awaits_release is not None and not is_touched:
             transfer.awaits_release.set()
-        if settled.failure is not None:
-            self._feed(transfer, Input.FAIL, now_s, settled.failure)
-        else:
-            settled.move.peer.connecting_until_s = now_s
-            transfer.rendezvous.moved(now_s)
-            # Before looking further: what is complete is delivered, whatever a preempted prefill computes again.
-            self._maybe_complete(transfer, now_s)
-            self._match(transfer, now_s)
-        if transfer.rendezvous.state is State.DRAINING and transfer.num_in_flight == 0:
-            self._feed(transfer, Input.QUIET, now_s)
+            transfer.awaits_release = None
 
-    # -- time, and the machine's effects -----------------------------------------------------------------------------
+    # -- time, and the machines' effects -----------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
         for transfer in list(self._transfers.values()):
-            if not transfer.rendezvous.is_overdue(now_s):
-                continue
-            is_waiting = transfer.rendezvous.state in {State.OPEN, State.POSTING} and transfer.num_in_flight == 0
-            if is_waiting and transfer.is_computing:
-                # The engine owns the request's life while it queues and computes, also between two chunks.
-                transfer.rendezvous.moved(now_s)
-                continue
-            self._feed(transfer, Input.EXPIRE, now_s, self._why_overdue(transfer))
+            if transfer.claim.is_overdue(now_s):
+                if transfer.is_computing:
+                    transfer.claim.moved(now_s)
+                else:
+                    self._close_claim(transfer, Input.EXPIRE, now_s, _why_unclaimed(transfer))
+            for reader in transfer.open_readers():
+                self._serving.tick(transfer, reader, now_s)
 
-    def _why_overdue(self, transfer: SourceTransfer) -> str:
-        if transfer.request_id is None:
-            return "no prefill request of this transfer arrived in time"
-        if transfer.destination is None:
-            return "no decode side registered before the lease ended"
-        return f"no progress while {transfer.rendezvous.state.value}"
+    def stalled(self, now_s: float) -> None:
+        """Our own loop stood still for a while."""
+        self._serving.stalled(self._open_readers(), now_s)
 
-    def _feed(self, transfer: SourceTransfer, what: Input, now_s: float, reason: str = "") -> None:
-        if transfer.rendezvous.state is State.DRAINING and transfer.move is not None and transfer.num_in_flight:
-            # Neither a clock nor a peer's word stops an operation of ours: it is over when its handle is (`settled`).
-            if what is Input.EXPIRE and self._rank.mover.abandon(transfer.move):
-                self._rank.peers.forget(transfer.move.peer)
+    def settled(self, settled: Settled, now_s: float) -> None:
+        """The transport is done with a segment of ours."""
+        transfer = self._transfers.get(settled.move.transfer_id)
+        reader = None if transfer is None else transfer.readers.get(settled.move.peer.incarnation)
+        if transfer is not None and reader is not None and reader.move is settled.move:
+            self._maybe_release(transfer)
+            self._serving.settled(transfer, reader, settled, now_s)
+
+    def _close_claim(self, transfer: SourceTransfer, what: Input, now_s: float, reason: str = "") -> None:
+        """No further reader will be waited for. Nobody is there to be told."""
+        if Effect.REPORT in transfer.claim.handle(what, now_s, reason):
+            self._closed(transfer, transfer.claim, now_s)
+
+    def _reader_closed(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:
+        self._closed(transfer, reader.rendezvous, now_s)
+
+    def _closed(self, transfer: SourceTransfer, part: Rendezvous, now_s: float) -> None:
+        """A reader, or the claim, came to its end; with the last of them the transfer does."""
+        if part.outcome is not Outcome.DELIVERED and transfer.failure is None:
+            transfer.failure = part.outcome or Outcome.FAILED, part.reason
+        self._maybe_release(transfer)
+        if not transfer.is_over:
             return
-        for effect in transfer.rendezvous.handle(what, now_s, reason):
-            match effect:
-                case Effect.STOP_POSTING:
-                    self._stop(transfer, now_s)
-                case Effect.TELL_CANCEL:
-                    self._tell(transfer, Cancel(transfer.transfer_id, transfer.rendezvous.reason))
-                case Effect.TELL_ENDED:
-                    self._tell_ended(transfer)
-                case Effect.FENCE_PEER:
-                    if transfer.destination is not None:
-                        self._rank.peers.forget(transfer.destination.peer)
-                case Effect.REPORT:
-                    self._report(transfer, now_s)
-
-    def _stop(self, transfer: SourceTransfer, now_s: float) -> None:
-        if transfer.move is not None:
-            transfer.move.is_stopped = True
-        if transfer.num_in_flight == 0:
-            self._feed(transfer, Input.QUIET, now_s)
-
-    def _tell_ended(self, transfer: SourceTransfer) -> None:
-        outcome = transfer.rendezvous.outcome or Outcome.FAILED
-        if outcome is not Outcome.DELIVERED:
-            self._tell(transfer, Ended(transfer.transfer_id, outcome, transfer.rendezvous.reason))
-
-    def _report(self, transfer: SourceTransfer, now_s: float) -> None:
-        outcome, reason = transfer.rendezvous.outcome or Outcome.FAILED, transfer.rendezvous.reason
+        outcome, reason = transfer.failure or (Outcome.DELIVERED, part.reason)
         del self._transfers[transfer.transfer_id]
-        if transfer.awaits_release is not None:
-            transfer.awaits_release.set()
         self._remembered.add(transfer.transfer_id, outcome, reason, now_s)
         if transfer.is_held and transfer.request_id is not None:
             self._rank.results.sent(transfer.request_id)
@@ -421,34 +330,51 @@ class SourceEnd:
         if outcome is not Outcome.DELIVERED:
             logger.info("Transfer %s ended at the prefill side: %s (%s)", transfer.transfer_id, outcome.value, reason)
 
-    def _tell(self, transfer: SourceTransfer, message: SideMessage) -> None:
-        if transfer.destination is not None:
-            self._say(transfer.destination.caller, message)
-
-    def _say(self, caller: Caller, message: SideMessage) -> bool:
-        """False when nobody is there to hear it."""
-        try:
-            self._rank.channel.send(caller, encode(message))
-        except PeerLost as error:
-            # Its transfers end by their own deadlines, or by the transport failing to reach it.
-            logger.debug("A decode side left before it got %s: %s", type(message).__name__, error)
-            return False
-        return True
-
     # -- what the loop needs to know ---------------------------------------------------------------------------------
 
     @property
     def has_offered(self) -> bool:
-        return any(transfer.offered_s is not None for transfer in self._transfers.values())
+        return any(reader.offered_s is not None for reader in self._open_readers())
 
     def is_being_read(self, now_s: float) -> bool:
         return any(
-            transfer.offered_s is not None and now_s < transfer.offered_s + READ_WATCH_S
-            for transfer in self._transfers.values()
+            reader.offered_s is not None and now_s < reader.offered_s + READ_WATCH_S for reader in self._open_readers()
         )
+
+    def _open_readers(self) -> list[Reader]:
+        return [reader for transfer in self._transfers.values() for reader in transfer.open_readers()]
 
     def __len__(self) -> int:
         return len(self._transfers)
+
+
+def _why_no_reader(transfer: SourceTransfer, register: Register) -> tuple[Outcome, str] | None:
+    """Why this decode rank cannot take a transfer that is going on."""
+    known = transfer.readers.get(register.from_incarnation)
+    if known is not None:
+        if not _is_same(known.register, register):
+            return Outcome.FAILED, "another request already receives this transfer"
+        if known.rendezvous.is_closed:
+            return known.rendezvous.outcome or Outcome.FAILED, known.rendezvous.reason
+        return None
+    if transfer.num_readers is not None and register.num_readers != transfer.num_readers:
+        return Outcome.FAILED, (
+            f"this decode rank says that {register.num_readers} ranks take the transfer from here, another one said "
+            f"{transfer.num_readers}"
+        )
+    if transfer.num_readers is not None and len(transfer.readers) >= transfer.num_readers:
+        return Outcome.FAILED, "another request already receives this transfer"
+    if transfer.claim.is_closed:
+        return transfer.failure or (Outcome.FAILED, "this transfer has ended")
+    return None
+
+
+def _why_unclaimed(transfer: SourceTransfer) -> str:
+    if transfer.request_id is None:
+        return "no prefill request of this transfer arrived in time"
+    if not transfer.readers:
+        return "no decode side registered before the lease ended"
+    return f"{len(transfer.readers)} of {transfer.num_readers} decode ranks registered before the lease ended"
 
 
 def _is_same(known: Register, again: Register) -> bool:

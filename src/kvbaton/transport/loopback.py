@@ -109,10 +109,10 @@ class LoopbackTransport(Transport):
         posted = self._posted[handle]
         if posted.progress is not Progress.MOVING:
             return posted.progress
-        if posted.polls_left > 0:
+        other = self._fabric.ends.get(posted.peer)
+        if other is not None and posted.polls_left > 0:
             posted.polls_left -= 1
             return Progress.MOVING
-        other = self._fabric.ends.get(posted.peer)
         if other is None or posted.fate.fails_at_poll:
             posted.progress = Progress.FAILED
             return posted.progress

@@ -75,6 +75,7 @@ class NixlTransport(Transport):
         self._handles: dict[Handle, nixl_xfer_handle] = {}
         self._next_handle = 0
         self._peers: set[AgentName] = set()
+        self._is_closed = False
 
     def register(self, spans: Sequence[Span], memory_kind: str) -> None:
         if memory_kind not in self._agent.nixl_mems:
@@ -182,6 +183,9 @@ class NixlTransport(Transport):
         return [Arrival(AgentName(sender), data) for sender, many in news.items() for data in many]
 
     def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         for handle in list(self._handles):
             self.release(handle)
         for peer in list(self._peers):
@@ -192,3 +196,6 @@ class NixlTransport(Transport):
             except self._errors as error:
                 logging.getLogger(__name__).warning("NIXL could not deregister memory: %s", error)
             self._registration = None
+        # The library's worker and its connections end with the last reference; only then can nothing land any more.
+        self._handles.clear()
+        del self._agent

@@ -16,11 +16,12 @@ from kvbaton.connector.handover import StepHandover
 from kvbaton.connector.settings import ConnectorSettings
 from kvbaton.connector.worker import WorkerSide
 from kvbaton.errors import UsageError
+from kvbaton.geometry.layout import Region, plain
 from kvbaton.protocol.params import DecodeTicket
 from kvbaton.runtime.events import Batch, DestinationOpened, SourceAdvanced, SourceFinished, SourceOpened
 from kvbaton.transport.base import Span
 from kvbaton.types import Direction, EngineId, RequestId, TransferId
-from tests.unit.geometry.layouts import layout, region
+from tests.unit.geometry.layouts import layout
 
 pytestmark = pytest.mark.nixl
 
@@ -36,7 +37,10 @@ class Side:
 
     def register(self) -> Side:
         address = int(self.pool.ctypes.data)
-        self.worker.register(layout(region("layer", base_address=address)), [Span(address, self.pool.nbytes, 0)])
+        self.worker.register(
+            layout(Region("layer", 0, address, 8, 64, 16, 1, 1, 64, plain(4, 4)), num_kv_heads=1),
+            [Span(address, self.pool.nbytes, 0)],
+        )
         return self
 
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import msgspec
 
-from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.geometry.layout import KVLayout, Region, plain
 
 
-def region(layer: str = "layer.0", **changed: int) -> Region:
-    """Eight head-major rows of 64 bytes: two heads x sixteen tokens x two bytes."""
-    values = {
+def region(layer: str = "layer.0", **changed: object) -> Region:
+    """Eight blocks of 16 tokens, two heads, four bytes of content, token-major and dense: 128 bytes per block."""
+    values: dict[str, object] = {
         "cache_group": 0,
         "base_address": 4096,
         "num_rows": 8,
-        "row_stride_bytes": 64,
+        "row_stride_bytes": 128,
         "row_tokens": 16,
         "num_heads": 2,
         "total_heads": 2,
-        "head_stride_bytes": 32,
-        "token_stride_bytes": 2,
-        "content_bytes": 2,
+        "head_stride_bytes": 4,
+        "parts": plain(8, 4),
     }
-    return Region(layer, **(values | changed))
+    return Region(layer, **(values | changed))  # type: ignore[arg-type]  # the keys above are the region's own
 
 
 def layout(*regions: Region, **changed: object) -> KVLayout:
@@ -35,7 +34,8 @@ def layout(*regions: Region, **changed: object) -> KVLayout:
         dtype="bfloat16",
         num_kv_heads=2,
         head_dim=8,
-        axis_order="LBHNC",
+        axis_order="LBNHC",
+        packing="",
         tp_size=1,
         tp_rank=0,
         pp_size=1,

@@ -1,103 +1,140 @@
-"""What is prepared once per peer."""
+"""What two layouts must share before bytes move between them, and what is prepared once per peer."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvbaton.errors import Incompatible
-from kvbaton.geometry.mapping import GroupPair, alignment_tokens, map_layouts
+from kvbaton.geometry.layout import Part, plain
+from kvbaton.geometry.mapping import map_layouts
 from kvbaton.types import End
 from tests.unit.geometry.layouts import layout, region
 
-
-def sides(pair: GroupPair) -> tuple[int, int]:
-    return pair.ours.cache_group, pair.theirs.cache_group
-
-
-def test_regions_pair_by_layer_name_not_by_position() -> None:
-    ours = layout(region("a", base_address=1000), region("b", base_address=2000))
-    theirs = layout(region("b", base_address=7000), region("a", base_address=8000))
-    ((layers,),) = (pair.classes for pair in map_layouts(ours, theirs, End.SOURCE).pairs)
-    assert (layers.our_base.tolist(), layers.their_base.tolist()) == ([1000, 2000], [8000, 7000])
-
-
-def test_the_same_layout_on_both_sides_is_one_piece_per_row() -> None:
-    ((layers,),) = (pair.classes for pair in map_layouts(layout(), layout(), End.SOURCE).pairs)
-    assert (layers.chunk_tokens, layers.piece_bytes.tolist()) == (16, [64])
-
-
-def test_groups_pair_through_their_layers_whatever_their_numbers() -> None:
-    sizes = {"block_size_tokens": (16, 16), "window_tokens": (0, 0)}
-    ours = layout(region("a", cache_group=0), region("b", cache_group=1), **sizes)
-    theirs = layout(region("a", cache_group=1), region("b", cache_group=0), **sizes)
-    assert [sides(pair) for pair in map_layouts(ours, theirs, End.SOURCE).pairs] == [(0, 1), (1, 0)]
-
-
-def test_a_group_that_is_two_groups_at_the_peer_pairs_with_both() -> None:
-    ours = layout(region("a"), region("b"))
-    theirs = layout(region("a"), region("b", cache_group=1), block_size_tokens=(16, 16), window_tokens=(0, 0))
-    mapping = map_layouts(ours, theirs, End.SOURCE)
-    assert [sides(pair) for pair in mapping.pairs] == [(0, 0), (0, 1)]
-    assert (mapping.our_num_groups, mapping.their_num_groups) == (1, 2)
-
-
-def test_a_group_without_layers_of_this_stage_pairs_with_nothing() -> None:
-    stage = layout(region("a"), block_size_tokens=(16, 16), window_tokens=(0, 0), pp_size=2)
-    whole = layout(region("a"), region("b", cache_group=1), block_size_tokens=(16, 16), window_tokens=(0, 0))
-    assert [sides(pair) for pair in map_layouts(stage, whole, End.SOURCE).pairs] == [(0, 0)]
-
-
-def test_a_group_has_as_many_blocks_as_its_smallest_region() -> None:
-    ours = layout(region("a", num_rows=8), region("b", num_rows=6), block_size_tokens=(32,))
-    theirs = layout(region("a", num_rows=3), region("b", num_rows=9))
-    (pair,) = map_layouts(ours, theirs, End.SOURCE).pairs
-    assert (pair.ours.num_blocks, pair.theirs.num_blocks) == (3, 3)
-
-
-@pytest.mark.parametrize("our_end", End)
-def test_the_window_is_the_destinations(our_end: End) -> None:
-    keeps_all, needs_window = layout(), layout(window_tokens=(48,))
-    pair = (keeps_all, needs_window) if our_end is End.SOURCE else (needs_window, keeps_all)
-    assert map_layouts(*pair, our_end).pairs[0].window_tokens == 48
-
-
-def test_layers_of_different_shapes_are_different_classes() -> None:
-    regions = (region("a"), region("b", row_stride_bytes=128), region("c", base_address=1 << 20))
-    ((first, second),) = (pair.classes for pair in map_layouts(layout(*regions), layout(*regions), End.SOURCE).pairs)
-    assert (first.our_base.size, second.our_base.size) == (2, 1)
-
-
-def test_a_class_whose_heads_go_elsewhere_is_left_out() -> None:
-    """The latent layer comes from copy 0 of each head's rank; this prefill rank feeds only the other layer."""
-    prefill = layout(region("a", num_heads=1), region("latent", num_heads=1, total_heads=1), tp_size=2, tp_rank=1)
-    decode = layout(region("a"), region("latent", num_heads=1, total_heads=1))
-    ((layers,),) = (pair.classes for pair in map_layouts(prefill, decode, End.SOURCE).pairs)
-    assert layers.our_base.size == 1
-    assert layers.their_offset.tolist() == [32]  # into the second head of "a"
-
-
-def test_layers_that_abut_on_both_sides_become_one() -> None:
-    """Blocks outside layers: each block holds all layers' rows side by side."""
-    regions = [region(f"layer.{i}", base_address=1000 + 64 * i, row_stride_bytes=64 * 160) for i in range(160)]
-    ((layers,),) = (pair.classes for pair in map_layouts(layout(*regions), layout(*regions), End.SOURCE).pairs)
-    assert (layers.our_base.tolist(), layers.piece_bytes.tolist()) == ([1000], [64 * 160])
-
-
-def test_layers_that_abut_on_one_side_only_stay_apart() -> None:
-    packed = layout(*(region(f"layer.{i}", base_address=1000 + 64 * i, row_stride_bytes=64 * 4) for i in range(4)))
-    apart = layout(*(region(f"layer.{i}", base_address=1000 + 4096 * i) for i in range(4)))
-    for ours, theirs in ((packed, apart), (apart, packed)):
-        ((layers,),) = (pair.classes for pair in map_layouts(ours, theirs, End.SOURCE).pairs)
-        assert (layers.our_base.size, layers.piece_bytes.tolist()) == (4, [64])
-
-
-def test_incompatible_layouts_are_not_mapped() -> None:
-    with pytest.raises(Incompatible):
-        map_layouts(layout(), layout(dtype="fp8"), End.SOURCE)
+SOURCE, DESTINATION = End.SOURCE, End.DESTINATION
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "expected"), [((16,), (16,), 16), ((32,), (64,), 64), ((48, 16), (32,), 96), ((1,), (7,), 7)]
+    "changed",
+    [
+        {"axis_order": "LBHNC"},
+        {"regions": (region("layer.0", row_stride_bytes=256), region("layer.1", base_address=1 << 40))},
+        {"block_size_tokens": (32,)},
+        {"block_size_tokens": (32,), "regions": (region("layer.0", row_tokens=32), region("layer.1"))},
+    ],
 )
-def test_a_cut_at_the_alignment_divides_no_block(ours: tuple[int, ...], theirs: tuple[int, ...], expected: int) -> None:
-    assert alignment_tokens(ours, theirs) == alignment_tokens(theirs, ours) == expected
+@pytest.mark.parametrize("our_end", [SOURCE, DESTINATION])
+def test_addresses_strides_orders_and_block_sizes_may_differ(changed: dict[str, object], our_end: End) -> None:
+    assert len(map_layouts(layout(), layout(**changed), our_end).pairs) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "named", "values"),
+    [
+        ({"model": "other, 2 layers"}, "model", ("tiny, 2 layers", "other, 2 layers")),
+        ({"dtype": "float16"}, "KV cache dtype", ("bfloat16", "float16")),
+        ({"memory_kind": "VRAM"}, "kind of memory", ("DRAM", "VRAM")),
+        ({"num_kv_heads": 4}, "number of KV heads", ("2", "4")),
+        ({"head_dim": 16}, "head dimension", ("8", "16")),
+        ({"window_tokens": (64,)}, "sliding window of layer layer.0", ("0", "64")),
+        ({"regions": (region("layer.0"),)}, "set of layers", ("'layer.1'", r"\[\]")),
+        ({"regions": (region("layer.0", parts=plain(8, 2)), region("layer.1"))}, "parts of a token", ("4", "2")),
+        ({"packing": "cpu vec"}, "order inside the attention kernel's blocks", ("", "cpu vec")),
+        ({"regions": (region("layer.0", total_heads=4), region("layer.1"))}, "KV heads of layer layer.0", ("2", "4")),
+    ],
+)
+def test_what_must_not_differ_is_named_with_both_values(
+    changed: dict[str, object], named: str, values: tuple[str, str]
+) -> None:
+    expected = f"{named}.* differs: .*{values[0]}.* on this engine, .*{values[1]}.* on the"
+    with pytest.raises(Incompatible, match=expected):
+        map_layouts(layout(), layout(**changed), SOURCE)
+
+
+def test_causes_are_reported_before_effects() -> None:
+    with pytest.raises(Incompatible, match="model differs"):
+        map_layouts(layout(), layout(model="other", head_dim=99, regions=(region("other"),)), SOURCE)
+
+
+def test_a_difference_of_many_layers_is_told_in_few_words() -> None:
+    mine = layout(*(region(f"mine.{i}") for i in range(1000)))
+    theirs = layout(*(region(f"theirs.{i}") for i in range(1000)))
+    with pytest.raises(Incompatible) as refused:
+        map_layouts(mine, theirs, SOURCE)
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_stage_of_the_prefill_engine_has_some_of_the_layers() -> None:
+    stage = layout(region("layer.1"), pp_size=2, pp_rank=1)
+    assert map_layouts(stage, layout(), SOURCE).pairs[0].classes[0].our_base.tolist() == [4096]
+    assert map_layouts(layout(), stage, DESTINATION).pairs[0].classes[0].our_base.tolist() == [8192]
+
+
+def test_a_stage_with_a_layer_that_the_decode_engine_lacks_is_refused() -> None:
+    stage = layout(region("layer.7"), pp_size=2, pp_rank=1)
+    with pytest.raises(Incompatible, match="set of layers"):
+        map_layouts(stage, layout(), SOURCE)
+
+
+@pytest.mark.parametrize("our_end", [SOURCE, DESTINATION])
+def test_stages_on_the_decode_side_are_refused_by_name(our_end: End) -> None:
+    one, two = layout(), layout(pp_size=2)
+    ours, theirs = (one, two) if our_end is SOURCE else (two, one)
+    with pytest.raises(Incompatible, match="the decode engine has pipeline-parallel size 2"):
+        map_layouts(ours, theirs, our_end)
+
+
+def test_sizes_that_do_not_divide_the_heads_are_refused_by_name() -> None:
+    with pytest.raises(Incompatible, match="2 KV heads cannot be spread over 3"):
+        map_layouts(layout(), layout(tp_size=3), SOURCE)
+
+
+def test_layers_that_abut_on_both_sides_count_as_one() -> None:
+    """Block-outermost caches: all layers of a block in one stretch. Hundreds of descriptors become one."""
+    together = tuple(region(f"layer.{i}", base_address=4096 + 128 * i, row_stride_bytes=512) for i in range(4))
+    (pair,) = map_layouts(layout(*together), layout(*together), SOURCE).pairs
+    assert [(each.our_base.tolist(), each.pieces[0, 0].length_bytes.tolist()) for each in pair.classes] == [
+        ([4096], [512])
+    ]
+
+
+def test_tokens_that_are_packed_together_are_never_parted() -> None:
+    """Some kernels order a block inside by their own rules: equal blocks can be copied, unequal ones cannot be cut."""
+    packed = (Part(0, 16, 128, 1, 128, 128),)
+    mine = layout(region("layer.0", parts=packed, head_stride_bytes=1024), region("layer.1", base_address=1 << 20))
+    map_layouts(mine, mine, SOURCE)
+    larger = region("layer.0", parts=packed, head_stride_bytes=1024, row_tokens=48)
+    theirs = layout(larger, region("layer.1", base_address=1 << 20, row_tokens=8), block_size_tokens=(48,))
+    map_layouts(mine, theirs, SOURCE)
+    smaller = region("layer.0", parts=(Part(0, 8, 64, 1, 64, 64),), head_stride_bytes=1024, row_tokens=24)
+    with pytest.raises(Incompatible, match=r"block size differs: 16 on this engine, 24 on the peer.*packs 16 tokens"):
+        map_layouts(mine, layout(smaller, region("layer.1"), block_size_tokens=(48,)), SOURCE)
+
+
+def test_layers_that_abut_on_one_side_only_stay_apart() -> None:
+    together = tuple(region(f"layer.{i}", base_address=4096 + 128 * i, row_stride_bytes=512) for i in range(2))
+    (pair,) = map_layouts(layout(*together), layout(), SOURCE).pairs
+    assert pair.classes[0].our_base.size == 2
+
+
+def test_layers_of_another_shape_are_a_class_of_their_own() -> None:
+    mixed = (region("layer.0"), region("layer.1", base_address=8192, row_stride_bytes=256))
+    (pair,) = map_layouts(layout(*mixed), layout(*mixed), SOURCE).pairs
+    assert len(pair.classes) == 2
+
+
+def test_cache_groups_pair_by_their_layers_whatever_their_numbers() -> None:
+    mine = layout(
+        region("layer.0"), region("layer.1", cache_group=1), block_size_tokens=(16, 16), window_tokens=(0, 32)
+    )
+    theirs = layout(
+        region("layer.0", cache_group=1), region("layer.1"), block_size_tokens=(16, 16), window_tokens=(32, 0)
+    )
+    pairs = map_layouts(mine, theirs, SOURCE).pairs
+    assert [(pair.our_group, pair.their_group, pair.window_tokens) for pair in pairs] == [(0, 1, 0), (1, 0, 32)]
+
+
+def test_a_copy_that_is_taken_elsewhere_moves_nothing() -> None:
+    latent = (region("layer.0", num_heads=1, total_heads=1), region("layer.1", num_heads=1, total_heads=1))
+    mine = layout(*latent, tp_size=2, tp_rank=1, num_kv_heads=1)
+    theirs = layout(*latent, num_kv_heads=1)
+    assert map_layouts(mine, theirs, SOURCE).pairs == ()

@@ -1,4 +1,4 @@
-"""When everything has arrived: counted per producer rank, of one generation, in any order."""
+"""When everything has arrived: counted per segment, of one generation, in any order."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from kvbaton.errors import RemoteProtocolError
 from kvbaton.protocol.receipt import Receipt
 
 
-def add(receipt: Receipt, segment: int, *, last: bool = False, rank: int = 0, generation: int = 0) -> bool:
-    return receipt.add(generation=generation, producer_rank=rank, segment=segment, is_last=last)
+def add(receipt: Receipt, segment: int, *, last: bool = False, generation: int = 0) -> bool:
+    return receipt.add(generation=generation, segment=segment, is_last=last)
 
 
 def test_the_last_segment_does_not_imply_the_others() -> None:
-    receipt = Receipt(num_producer_ranks=1)
+    receipt = Receipt()
     assert add(receipt, 2, last=True)
     assert add(receipt, 0)
     assert not receipt.is_complete
@@ -22,11 +22,11 @@ def test_the_last_segment_does_not_imply_the_others() -> None:
 
 
 def test_nothing_is_complete_at_first() -> None:
-    assert not Receipt(num_producer_ranks=1).is_complete
+    assert not Receipt().is_complete
 
 
 def test_a_duplicate_counts_once() -> None:
-    receipt = Receipt(num_producer_ranks=1)
+    receipt = Receipt()
     assert add(receipt, 0)
     assert not add(receipt, 0)
     assert add(receipt, 1, last=True)
@@ -34,16 +34,8 @@ def test_a_duplicate_counts_once() -> None:
     assert receipt.is_complete
 
 
-def test_every_producer_rank_must_be_complete() -> None:
-    receipt = Receipt(num_producer_ranks=2)
-    assert add(receipt, 0, last=True, rank=1)
-    assert not receipt.is_complete
-    assert add(receipt, 0, last=True, rank=0)
-    assert receipt.is_complete
-
-
 def test_a_newer_generation_starts_the_count_over() -> None:
-    receipt = Receipt(num_producer_ranks=1)
+    receipt = Receipt()
     add(receipt, 0, last=True)
     assert add(receipt, 0, generation=1)
     assert not receipt.is_complete
@@ -55,21 +47,16 @@ def test_a_newer_generation_starts_the_count_over() -> None:
 
 @pytest.mark.parametrize("arrivals", [[(2, True), (3, False)], [(3, False), (2, True)], [(1, True), (2, True)]])
 def test_a_segment_against_the_announced_last_is_refused(arrivals: list[tuple[int, bool]]) -> None:
-    receipt = Receipt(num_producer_ranks=1)
+    receipt = Receipt()
     add(receipt, arrivals[0][0], last=arrivals[0][1])
     with pytest.raises(RemoteProtocolError, match="contradicts"):
         add(receipt, arrivals[1][0], last=arrivals[1][1])
 
 
 def test_a_refused_segment_leaves_the_count_as_it_was() -> None:
-    receipt = Receipt(num_producer_ranks=1)
+    receipt = Receipt()
     add(receipt, 1, last=True)
     with pytest.raises(RemoteProtocolError):
         add(receipt, 2)
     add(receipt, 0)
     assert receipt.is_complete
-
-
-def test_a_rank_that_does_not_feed_us_is_refused() -> None:
-    with pytest.raises(RemoteProtocolError, match="rank 1; 1 ranks"):
-        add(Receipt(num_producer_ranks=1), 0, rank=1)

@@ -78,3 +78,17 @@ def test_an_older_generation_is_ignored() -> None:
     segments.advance(16, is_final=False, generation=1)
     segments.advance(64, is_final=True, generation=0)
     assert taken(segments) == [(0, 0, 16, False)]
+
+
+def test_a_long_prompt_that_is_all_there_goes_in_bounded_segments() -> None:
+    segments = Segments(first_token=16, alignment_tokens=16, max_tokens=40)
+    segments.advance(100, is_final=True, generation=0)
+    assert taken(segments) == [(0, 16, 48, False), (1, 48, 80, False), (2, 80, 100, True)]
+
+
+def test_a_bound_below_one_block_means_one_block() -> None:
+    segments = Segments(first_token=0, alignment_tokens=16, max_tokens=1)
+    segments.advance(32, is_final=False, generation=0)
+    assert taken(segments) == [(0, 0, 16, False), (1, 16, 32, False)]
+    segments.advance(33, is_final=True, generation=0)
+    assert taken(segments) == [(2, 32, 33, True)]

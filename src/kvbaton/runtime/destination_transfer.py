@@ -1,0 +1,82 @@
+"""One request's KV at the decode end: a reception, and one leg per prefill rank that feeds it.
+
+Invariant: every leg has a rendezvous of its own; the reception is over when all of them are closed, and it was delivered
+when every one of them was. Next: destination.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvbaton.protocol.receipt import Receipt
+from kvbaton.protocol.rendezvous import Rendezvous
+from kvbaton.runtime.events import DestinationOpened
+from kvbaton.runtime.mover import Move
+from kvbaton.runtime.sidechannel import Endpoint
+from kvbaton.types import Direction, Outcome, TransferId
+
+
+@dataclass
+class Reception:
+    opened: DestinationOpened
+    opened_s: float
+    legs: list[Leg] = field(default_factory=list)
+    failure: tuple[Outcome, str] | None = None
+    """How the first leg that did not deliver ended."""
+
+    @property
+    def transfer_id(self) -> TransferId:
+        return self.opened.ticket.transfer_id
+
+    @property
+    def direction(self) -> Direction:
+        return self.opened.ticket.direction
+
+    @property
+    def is_over(self) -> bool:
+        return all(leg.rendezvous.is_closed for leg in self.legs)
+
+    @property
+    def num_bytes(self) -> int:
+        """That we moved ourselves."""
+        return sum(0 if leg.move is None else leg.move.num_bytes for leg in self.legs)
+
+    def open_legs(self) -> Iterator[Leg]:
+        """Those that are not closed, also while some of them close."""
+        return (leg for leg in list(self.legs) if not leg.rendezvous.is_closed)
+
+
+@dataclass
+class Leg:
+    reception: Reception
+    rank: int
+    """Of the prefill engine."""
+    endpoint: Endpoint
+    num_readers: int
+    """How many decode ranks take this transfer from that prefill rank."""
+    incarnation: str
+    """Ours, under which the leg was registered."""
+    rendezvous: Rendezvous
+    renew_at_s: float
+    unanswered_at_s: float
+    """By then somebody must have answered at the endpoint."""
+    receipt: Receipt = field(default_factory=Receipt)
+    move: Move | None = None
+    lease_s: float | None = None
+    """For how long the offered blocks are held from each of our signs of life on."""
+    lease_until_s: float = float("inf")
+    is_expecting: bool = False
+    """A segment is known to be on its way."""
+
+    @property
+    def transfer_id(self) -> TransferId:
+        return self.reception.transfer_id
+
+    @property
+    def direction(self) -> Direction:
+        return self.reception.direction
+
+    @property
+    def num_in_flight(self) -> int:
+        return 0 if self.move is None else self.move.num_in_flight

@@ -1,0 +1,78 @@
+"""One transfer at the prefill end: what the engine said of the request, and one reader per decode rank that gets its KV.
+
+Invariant: every reader has a rendezvous of its own; `claim` is the one of the readers that have not registered yet. The
+transfer is over when all of them are closed. Next: source.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvbaton.protocol.messages import Offer, Register
+from kvbaton.protocol.rendezvous import Rendezvous
+from kvbaton.runtime.events import SourceAdvanced
+from kvbaton.runtime.mover import Move
+from kvbaton.runtime.peers import Peer
+from kvbaton.runtime.sidechannel import Caller
+from kvbaton.types import Outcome, RequestId, TransferId
+
+NEVER_S = float("-inf")
+
+
+@dataclass
+class Reader:
+    """A decode rank and where it wants the KV, as registered."""
+
+    register: Register
+    peer: Peer
+    caller: Caller
+    rendezvous: Rendezvous
+    heard_s: float
+    """Its last word that is known to be fresh; minus infinity when none is."""
+    question: int | None = None
+    """The number of our Confirm that it has not answered yet."""
+    move: Move | None = None
+    offered_s: float | None = None
+    offer: Offer | None = None
+
+    @property
+    def num_in_flight(self) -> int:
+        return 0 if self.move is None else self.move.num_in_flight
+
+
+@dataclass
+class SourceTransfer:
+    transfer_id: TransferId
+    claim: Rendezvous
+    opened_s: float
+    request_id: RequestId | None = None
+    frontier: SourceAdvanced | None = None
+    num_readers: int | None = None
+    """How many decode ranks take it from us, once one has said so."""
+    readers: dict[str, Reader] = field(default_factory=dict)
+    """By incarnation."""
+    is_engine_done: bool = False
+    """The engine has finished the request; what it holds now, it holds for us."""
+    is_held: bool = False
+    failure: tuple[Outcome, str] | None = None
+    """How the first that did not deliver ended."""
+    awaits_release: threading.Event | None = None
+    """Somebody wants the blocks back and waits for our handles."""
+
+    @property
+    def is_computing(self) -> bool:
+        return self.request_id is not None and not self.is_engine_done
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(reader.num_in_flight for reader in self.readers.values())
+
+    @property
+    def is_over(self) -> bool:
+        return self.claim.is_closed and all(reader.rendezvous.is_closed for reader in self.readers.values())
+
+    def open_readers(self) -> Iterator[Reader]:
+        """Those that are not closed, also while some of them close."""
+        return (reader for reader in list(self.readers.values()) if not reader.rendezvous.is_closed)
