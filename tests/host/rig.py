@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+import pytest
 import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
@@ -193,6 +194,16 @@ class Engine:
     def abort(self, *request_ids: str) -> None:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
+    def preempt_all(self) -> None:
+        """vLLM's way to preempt whatever runs."""
+        if not self.in_flight:
+            assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+            return
+        with pytest.raises(
+            RuntimeError, match="reset KV cache"
+        ):  # raised after the preemption: a step holds the blocks
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
     def schedule(self) -> StepHandover:
         before = {request_id: request.num_computed_tokens for request_id, request in self.scheduler.requests.items()}
         output = self.scheduler.schedule()
@@ -260,17 +271,20 @@ class Engine:
 
     def finish_reason(self, request_id: str) -> str | None:
         """How the answer ended, as its client sees it; None while it has not."""
-        reasons = [
-            str(each.finish_reason) for each in self.outputs if each.request_id == request_id and each.finish_reason
-        ]
-        assert len(reasons) <= 1
-        return reasons[0] if reasons else None
+        last = self._last_output(request_id)
+        return None if last is None else str(last.finish_reason)
 
     def answer(self, request_id: str) -> dict[str, object] | None:
-        (params,) = [
-            each.kv_transfer_params for each in self.outputs if each.request_id == request_id and each.finish_reason
-        ]
+        """The `kv_transfer_params` of a finished request."""
+        last = self._last_output(request_id)
+        assert last is not None
+        params: dict[str, object] | None = last.kv_transfer_params
         return params
+
+    def _last_output(self, request_id: str) -> EngineCoreOutput | None:
+        own = [each for each in self.outputs if each.request_id == request_id and each.finish_reason is not None]
+        assert len(own) <= 1
+        return own[0] if own else None
 
     def num_tokens(self, request_id: str) -> int:
         return sum(len(each.new_token_ids) for each in self.outputs if each.request_id == request_id)

@@ -114,8 +114,8 @@ class SchedulerSide:
             self._decode_trace.emit("queued", ticket.transfer_id, request_id=request_id)
 
     def _refuse_wrong_role(self, ticket: PrefillTicket | DecodeTicket | None) -> None:
-        """vLLM makes a producer compute again what a preemption took from a hand-off, and orders a consumer's frees after
-        the steps that still write; an engine of the other role would hand off, or lose, KV of another request.
+        """Raises InvalidParams. Only for a producer does vLLM compute again what a preemption took from a hand-off, and
+        only for a consumer does it keep blocks back that a step in flight still writes: the other role would corrupt KV.
         """
         if isinstance(ticket, PrefillTicket) and self._role == "kv_consumer":
             raise InvalidParams(

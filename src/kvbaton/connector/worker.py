@@ -164,7 +164,7 @@ class WorkerSide:
         return batch
 
     def _drop_strangers(self, batch: Batch) -> None:
-        """vLLM's scheduler dies of a request that it does not know, or no longer knows."""
+        """The scheduler of vLLM dies of a request that it does not know, or no longer knows."""
         strangers = (batch.received - self._loading) | (batch.sent - self._held)
         if strangers:
             logger.error("The driver reports requests that nobody waits for: %s", ", ".join(sorted(strangers)))
