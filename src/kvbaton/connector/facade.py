@@ -63,7 +63,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             identity = PrefillIdentity(
                 engine_id=engine_id,
-                host=settings.side_channel_host,
+                host=settings.peer_host,
                 port=settings.side_channel_port,
                 tp_size=parallel.tensor_parallel_size,
                 pp_size=parallel.pipeline_parallel_size,

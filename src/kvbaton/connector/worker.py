@@ -11,8 +11,10 @@ import logging
 import threading
 import time
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbaton.cluster_key import read_key_file
 from kvbaton.connector.handover import RankAddress, StepHandover
 from kvbaton.connector.settings import ConnectorSettings
 from kvbaton.geometry.layout import KVLayout
@@ -54,7 +56,8 @@ class WorkerSide:
         self._rank_number = rank
         self._incarnation = uuid.uuid4().hex
         port = settings.side_channel_port + first_rank + rank if settings.side_channel_port else 0
-        self._channel = SideChannel(settings.side_channel_host, port)
+        key = None if settings.cluster_key_file is None else read_key_file(Path(settings.cluster_key_file))
+        self._channel = SideChannel(settings.side_channel_host, port, key)
         self._transport = NixlTransport(agent_name(engine_id, rank, self._incarnation), settings.backends)
         self._results = Results()
         self._driver: Driver | None = None
@@ -64,7 +67,7 @@ class WorkerSide:
 
     @property
     def address(self) -> RankAddress:
-        return RankAddress(self._settings.side_channel_host, self._channel.port)
+        return RankAddress(self._settings.peer_host, self._channel.port)
 
     def register(self, layout: KVLayout, spans: list[Span]) -> None:
         """The memory is known to the transport and the driver runs. Raises RegistrationFailed."""

@@ -91,9 +91,13 @@ class Serving:
         self.say(reader.caller, Confirm(transfer.transfer_id, reader.question))  # again, if need be: words get lost
         return False
 
+    def doubt(self, now_s: float) -> None:
+        """What is read from now on, for a while, may have been said long ago: only answers to questions count."""
+        self._in_doubt_until_s = now_s + DOUBT_S
+
     def stalled(self, readers: Iterable[Reader], now_s: float) -> None:
         """Our own loop stood still: what lies unread in our queues may have been said at any time before."""
-        self._in_doubt_until_s = now_s + DOUBT_S
+        self.doubt(now_s)
         for reader in readers:
             reader.heard_s = NEVER_S
 

@@ -38,6 +38,10 @@ from kvbaton.types import End, Outcome, RequestId, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
 
+MAX_TRANSFERS_PER_READER = 4096
+"""Open at once from one decode rank, which holds blocks for each of them. Its registrations may be for requests that never
+come."""
+
 READ_WATCH_S = 1.0
 """How long after an offer we expect the reader to be at work, and keep our half of the transport going for it."""
 
@@ -159,11 +163,16 @@ class SourceEnd:
         if peer is None:
             self._serving.say(caller, HelloWanted(transfer_id))
             return
+        known = self._transfers.get(transfer_id)
+        reader = None if known is None else known.readers.get(register.from_incarnation)
+        if reader is None and peer.num_transfers >= MAX_TRANSFERS_PER_READER:
+            reason = f"{peer.num_transfers} transfers from this decode rank are open here, and more are not taken"
+            self._serving.say_ended(caller, transfer_id, Outcome.FAILED, reason)
+            return
         if not self._serving.say(caller, Accepted(transfer_id)):
             # It hung up while its registration lay here unread: the blocks may be somebody else's by now.
             return
         transfer = self._find_or_open(transfer_id, now_s)
-        reader = transfer.readers.get(register.from_incarnation)
         if reader is None:
             reader = Reader(register, peer, caller, Rendezvous(self._rank.deadlines, now_s), heard_s=NEVER_S)
             peer.num_transfers += 1
@@ -293,6 +302,10 @@ class SourceEnd:
                     self._close_claim(transfer, Input.EXPIRE, now_s, _why_unclaimed(transfer))
             for reader in transfer.open_readers():
                 self._serving.tick(transfer, reader, now_s)
+
+    def fell_behind(self, now_s: float) -> None:
+        """More comes in than is read in a turn: what is read now may have been said a while ago."""
+        self._serving.doubt(now_s)
 
     def stalled(self, now_s: float) -> None:
         """Our own loop stood still for a while."""

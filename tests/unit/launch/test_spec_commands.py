@@ -61,6 +61,7 @@ def test_the_default_pair_on_two_cores() -> None:
         "kv_connector_extra_config": {
             "side_channel_host": "127.0.0.1",
             "side_channel_port": 0,
+            "cluster_key_file": "/run/cluster.key",
             "trace_path": "/run/traces/prefill-0.jsonl",
         },
     }
