@@ -67,9 +67,9 @@ def describe(
         theirs = np.asarray(their_blocks[pair.their_group], dtype=np.int64)
         needed_from = max(0, num_tokens - pair.window_tokens) if pair.window_tokens else 0
         for alike in pair.classes:
-            starts = _chunk_starts(alike, first_token, end_token)
             _check(ours, alike.ours, end_token, "our")
             _check(theirs, alike.theirs, end_token, "the peer's")
+            starts = _chunk_starts(alike, first_token, end_token)
             ids = ours[starts // alike.ours.block_tokens], theirs[starts // alike.theirs.block_tokens]
             at_source, at_destination = ids if mapping.our_end is End.SOURCE else ids[::-1]
             destination = alike.theirs if mapping.our_end is End.SOURCE else alike.ours
