@@ -50,6 +50,7 @@ class Stage(enum.Enum):
 class PrefillRequest:
     ticket: PrefillTicket
     num_prompt_tokens: int
+    num_handed_tokens: int
     generation: int = 0
     num_final_tokens: int = 0
     was_scheduled: bool = False
@@ -74,6 +75,14 @@ class RejectedRequest:
 Tracked = PrefillRequest | DecodeRequest | RejectedRequest
 
 Role: TypeAlias = Literal["kv_both", "kv_producer", "kv_consumer"]
+
+
+def _num_handed_tokens(request: Request) -> int:
+    """What travels of a prompt: all but its last token, which the decode side computes in any case to sample the next.
+
+    Told that it has that token too, vLLM gives up the block that holds the oldest token of that token's sliding window.
+    """
+    return max(1, int(request.num_prompt_tokens) - 1)
 
 
 class SchedulerSide:
@@ -105,7 +114,7 @@ class SchedulerSide:
             self._requests[request_id] = RejectedRequest(str(error), bool(params.get("do_remote_prefill")))
             return
         if isinstance(ticket, PrefillTicket):
-            self._requests[request_id] = PrefillRequest(ticket, request.num_prompt_tokens)
+            self._requests[request_id] = PrefillRequest(ticket, request.num_prompt_tokens, _num_handed_tokens(request))
             self._handover.before_forward.append(SourceOpened(ticket.transfer_id, request_id))
             self._prefill_trace.emit("queued", ticket.transfer_id, request_id=request_id)
         elif isinstance(ticket, DecodeTicket):
@@ -136,9 +145,9 @@ class SchedulerSide:
             return 1  # the least that makes it a load, which is then failed
         if not isinstance(tracked, DecodeRequest) or tracked.stage is not Stage.NEW:
             return 0
-        num_missing = int(request.num_prompt_tokens) - num_computed_tokens
-        if num_missing <= 1 or self._shared.is_settled(tracked.ticket):
-            return 0  # the last token is computed here in any case
+        num_missing = int(request.num_prompt_tokens) - 1 - num_computed_tokens
+        if num_missing <= 0 or self._shared.is_settled(tracked.ticket):
+            return 0
         return None if self._shared.is_loading(tracked.ticket) else num_missing
 
     def blocks_allocated(self, request: Request, blocks: BlockLists, num_external_tokens: int) -> None:
@@ -160,8 +169,8 @@ class SchedulerSide:
                 DestinationOpened(
                     ticket=tracked.ticket,
                     request_id=request_id,
-                    first_token=request.num_prompt_tokens - num_external_tokens,
-                    num_tokens=request.num_prompt_tokens,
+                    first_token=_num_handed_tokens(request) - num_external_tokens,
+                    num_tokens=_num_handed_tokens(request),
                     blocks=blocks,
                 )
             )
@@ -201,8 +210,8 @@ class SchedulerSide:
         if not tracked.was_scheduled:
             tracked.was_scheduled = True
             self._prefill_trace.emit("prefill_started", tracked.ticket.transfer_id)
-        num_final = min(num_tokens, tracked.num_prompt_tokens)
-        is_last = num_final == tracked.num_prompt_tokens
+        num_final = min(num_tokens, tracked.num_handed_tokens)
+        is_last = num_final == tracked.num_handed_tokens
         is_worth_telling = is_last or self._settings.is_streaming
         blocks = blocks_of(request_id) if num_final > tracked.num_final_tokens and is_worth_telling else None
         if blocks is None:
@@ -235,7 +244,7 @@ class SchedulerSide:
         if is_held and not any(blocks):
             # Preempted, perhaps since the last step, which is then not told of it: nothing may be read any more.
             self._handover.preempted.append((tracked.ticket.transfer_id, request_id))
-        is_aborted = is_aborted or tracked.num_final_tokens < tracked.num_prompt_tokens
+        is_aborted = is_aborted or tracked.num_final_tokens < tracked.num_handed_tokens
         command = SourceFinished(tracked.ticket.transfer_id, request_id, is_held=is_held, is_aborted=is_aborted)
         self._handover.after_forward.append(command)
         if is_aborted:
