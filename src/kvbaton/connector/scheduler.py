@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
 from kvbaton.connector.handover import RankAddress, StepHandover
+from kvbaton.connector.pins import Block, BlockPool, WindowPins
 from kvbaton.connector.settings import ConnectorSettings
 from kvbaton.connector.sharing import SharedTickets
 from kvbaton.errors import InvalidParams
@@ -92,6 +93,7 @@ class SchedulerSide:
         self._role = role
         self._requests: dict[RequestId, Tracked] = {}
         self._shared = SharedTickets()
+        self._pins: WindowPins[Any] | None = None
         self._handover = StepHandover()
         path = settings.trace_path
         self._prefill_trace = Trace(path and path.replace("{rank}", "0"), "prefill")
@@ -100,6 +102,10 @@ class SchedulerSide:
     def set_address(self, address: RankAddress) -> None:
         """Where rank 0 really listens."""
         self._identity = msgspec.structs.replace(self._identity, host=address.host, port=address.port)
+
+    def pin_in(self, pool: BlockPool[Block], windowed_groups: Sequence[int], max_steps_in_flight: int) -> None:
+        """Keep the window blocks of hand-offs in `pool`. Never called where no cache group has a window."""
+        self._pins = WindowPins(pool, windowed_groups, max_steps_in_flight)
 
     def new_request(self, request: Request) -> None:
         params = request.kv_transfer_params
@@ -177,6 +183,8 @@ class SchedulerSide:
 
     def step(self, output: SchedulerOutput, blocks_of: Callable[[str], BlockLists | None]) -> StepHandover:
         """What the worker needs to know of this step. Resets the collection for the next one."""
+        if self._pins is not None:
+            self._pins.step()
         preempted = output.preempted_req_ids or set()
         for request_id in preempted:
             self._preempted(RequestId(request_id))
@@ -198,6 +206,8 @@ class SchedulerSide:
             tracked.generation += 1
             tracked.num_final_tokens = 0
             self._handover.preempted.append((tracked.ticket.transfer_id, request_id))
+            if self._pins is not None:
+                self._pins.lose(request_id)
 
     def _scheduled(self, request_id: RequestId, num_tokens: int, blocks_of: Callable[[str], BlockLists | None]) -> None:
         """After this step's forward, the first `num_tokens` of the request have KV."""
@@ -217,6 +227,8 @@ class SchedulerSide:
         if blocks is None:
             return
         tracked.num_final_tokens = num_final
+        if is_last and self._pins is not None:
+            self._pins.pin(request_id, blocks)
         self._handover.after_forward.append(
             SourceAdvanced(
                 transfer_id=tracked.ticket.transfer_id,
@@ -268,6 +280,17 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if isinstance(tracked, DecodeRequest):
                 tracked.stage = Stage.OVER
+
+    @property
+    def is_waiting_for_steps(self) -> bool:
+        """Blocks come free with the next steps, also if there is nothing else to do."""
+        return self._pins is not None and self._pins.has_lost
+
+    def sends_ended(self, request_ids: Iterable[str]) -> None:
+        """The worker is done with these hand-offs."""
+        if self._pins is not None:
+            for request_id in request_ids:
+                self._pins.release(RequestId(request_id))
 
     def shutdown(self) -> None:
         self._prefill_trace.close()
