@@ -298,6 +298,7 @@ class Engine:
         assert not side._requests
         assert len(side._shared) == 0
         assert side._handover == StepHandover()
+        assert side._pins is None or len(side._pins) == 0
         assert self.num_free == self.num_free_at_first
         assert self.scheduler.reset_prefix_cache()
 

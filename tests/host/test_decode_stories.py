@@ -35,8 +35,8 @@ def test_a_prompt_of_any_length_is_loaded_once(num_tokens: int, direction: Direc
     engine = Engine(is_async=is_async)
     engine.add("d", num_tokens, PUSH if direction is Direction.PUSH else PULL, max_tokens=3)
     handover = engine.schedule()
-    num_blocks = -(-num_tokens // BLOCK_SIZE)
-    command = DestinationOpened(ticket("t", direction), RequestId("d"), 0, num_tokens, engine.blocks("d"))
+    num_blocks = -(-(num_tokens - 1) // BLOCK_SIZE)
+    command = DestinationOpened(ticket("t", direction), RequestId("d"), 0, num_tokens - 1, engine.blocks("d"))
     assert handover.before_forward == [command]
     assert len(command.blocks[0]) == num_blocks
     engine.run()
@@ -70,7 +70,7 @@ def test_only_what_the_prefix_cache_lacks_is_loaded(num_more: int, is_async: boo
         assert handover.before_forward == [NothingNeeded(ticket())]
         assert handover.num_scheduled_tokens == 1
     else:
-        first, num_tokens = 2 * BLOCK_SIZE, len(prompt)
+        first, num_tokens = 2 * BLOCK_SIZE, len(prompt) - 1
         assert handover.before_forward == [
             DestinationOpened(ticket(), RequestId("d"), first, num_tokens, engine.blocks("d"))
         ]

@@ -32,7 +32,7 @@ def test_a_prompt_of_any_length_is_handed_off(num_tokens: int, is_async: bool) -
     handover = engine.schedule()
     blocks = engine.blocks("p")
     assert handover.before_forward == [SourceOpened(T, P)]
-    assert handover.after_forward == [SourceAdvanced(T, P, 0, num_tokens, is_last=True, blocks=blocks)]
+    assert handover.after_forward == [SourceAdvanced(T, P, 0, max(1, num_tokens - 1), is_last=True, blocks=blocks)]
     engine.run()
     assert engine.finish_reason("p") == LENGTH
     answer = engine.answer("p")
@@ -49,7 +49,7 @@ def test_every_chunk_is_told_with_the_step_that_computes_it(is_async: bool) -> N
     engine = Engine(is_async=is_async)
     engine.add("p", 2 * CHUNK_TOKENS + 5, PREFILL)
     told = [[(each.num_tokens, each.is_last) for each in engine.schedule().after_forward] for _ in range(3)]  # type: ignore[union-attr]
-    assert told == [[(16, False)], [(32, False)], [(37, True)]]
+    assert told == [[(16, False)], [(32, False)], [(36, True)]]
     while engine.in_flight:
         engine.land()
     engine.run()
@@ -66,7 +66,7 @@ def test_a_cached_prefix_is_handed_off_with_the_first_step(is_async: bool) -> No
     engine.run()
     engine.add("p", [*prompt, 1, 2], PREFILL)
     engine.run()
-    assert advances(engine) == [(0, 3 * CHUNK_TOKENS + 2, True)]
+    assert advances(engine) == [(0, 3 * CHUNK_TOKENS + 1, True)]
     engine.check_empty()
 
 
@@ -81,7 +81,7 @@ def test_a_stop_token_first_hands_off_all_the_same(is_async: bool) -> None:
     assert engine.finish_reason("p") == STOP
     assert engine.answer("p") is not None
     engine.run()
-    assert advances(engine) == [(0, 10, True)]
+    assert advances(engine) == [(0, 9, True)]
     assert of_type(SourceFinished, engine.commands) == [finished(is_held=True, is_aborted=False)]
     engine.check_empty()
 
@@ -92,7 +92,7 @@ def test_a_router_that_forgets_to_clamp_gets_its_tokens_and_one_hand_off(is_asyn
     engine.add("p", 10, PREFILL, max_tokens=6)
     engine.run()
     assert engine.num_tokens("p") == 6
-    assert advances(engine) == [(0, 10, True)]
+    assert advances(engine) == [(0, 9, True)]
     engine.check_empty()
 
 
@@ -174,7 +174,7 @@ def test_a_prefill_that_loses_its_blocks_is_computed_and_sent_again(is_async: bo
     engine.run()
     assert engine.preempted == ["p"]
     assert advances(engine)[0][0] == 0
-    assert advances(engine)[-1] == (1, 14, True)
+    assert advances(engine)[-1] == (1, 13, True)
     (revoked,) = [step for step in engine.handovers if step.preempted]
     assert revoked.preempted == [(T, P)]
     again = next(
@@ -204,7 +204,7 @@ def test_preempted_in_the_middle_of_its_prompt(num_landed: int, is_async: bool) 
     first, *again = advances(engine)
     assert first == (0, 16, False)
     # What a step in flight computes is in the prefix cache already, and right: that step runs before the next.
-    assert again in ([(1, 16, False), (1, 32, False), (1, 40, True)], [(1, 32, False), (1, 40, True)])
+    assert again in ([(1, 16, False), (1, 32, False), (1, 39, True)], [(1, 32, False), (1, 39, True)])
     assert engine.num_tokens("p") == 1
     engine.check_empty()
 
@@ -221,7 +221,7 @@ def test_preempted_with_its_last_chunk_in_flight_is_computed_again_before_it_fin
     engine.run()
     assert engine.finish_reason("p") == LENGTH
     assert engine.num_tokens("p") == 1
-    assert advances(engine) == [(0, 10, True), (1, 10, True)]
+    assert advances(engine) == [(0, 9, True), (1, 9, True)]
     engine.check_empty()
 
 

@@ -181,6 +181,11 @@ def _without_aliases(regions: list[Region]) -> Iterator[Region]:
             yield region
 
 
+def windowed_groups(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """The groups that do not keep all blocks of a request. Raises Unsupported."""
+    return tuple(index for index, group in enumerate(kv_cache_config.kv_cache_groups) if _window_tokens(group))
+
+
 def _window_tokens(group: KVCacheGroupSpec) -> int:
     """How many of the last tokens the group still has blocks for; 0 when it keeps all. Raises Unsupported."""
     windows = {_spec_window(spec) for _, spec in _layer_specs(group)} or {_spec_window(group.kv_cache_spec)}

@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import get_pipeline_model_parallel_rank, ge
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvbaton.connector.caches import describe_caches, refuse_unsupported
+from kvbaton.connector.caches import describe_caches, refuse_unsupported, windowed_groups
 from kvbaton.connector.fence import record_fence
 from kvbaton.connector.handover import RankAddress, StepHandover
 from kvbaton.connector.scheduler import SchedulerSide
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -118,7 +118,19 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
         return self._scheduler_side.step(scheduler_output, blocks_of)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        windowed = windowed_groups(self._kv_cache_config)
+        if windowed:
+            depth = self._vllm_config.max_concurrent_batches
+            self._scheduler_side.pin_in(kv_cache_manager.block_pool, windowed, depth)
+
+    def has_pending_push_work(self) -> bool:
+        # Held blocks need no such hint: vLLM steps on while a finished request is in its books.
+        return self._scheduler_side.is_waiting_for_steps
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler_side.sends_ended(connector_output.finished_sending or ())
         self._scheduler_side.loads_ended(connector_output.finished_recving or (), connector_output.failed_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -80,7 +80,7 @@ def test_a_prefill_in_one_step() -> None:
     scheduler.blocks_allocated(request(P, 40, **PREFILL), BLOCKS, 0)
     handover = step(scheduler, new={P: (0, 40)})
     assert handover.before_forward == [SourceOpened(T, P)]
-    assert handover.after_forward == [advanced(40, last=True)]
+    assert handover.after_forward == [advanced(39, last=True)]
 
     is_held, answer = scheduler.finished(request(P, 40, **PREFILL), ([1, 2, 3],), is_aborted=False)
     assert is_held
@@ -101,14 +101,14 @@ def test_every_chunk_is_told_and_nothing_beyond_the_prompt() -> None:
     scheduler.new_request(request(P, 40, **PREFILL))
     told = [step(scheduler, new={P: (8, 8)}).after_forward]  # 8 tokens were cached
     told += [step(scheduler, cached={P: (start, num)}).after_forward for start, num in ((16, 16), (32, 9), (41, 1))]
-    assert told == [[advanced(16, last=False)], [advanced(32, last=False)], [advanced(40, last=True)], []]
+    assert told == [[advanced(16, last=False)], [advanced(32, last=False)], [advanced(39, last=True)], []]
 
 
 def test_without_streaming_only_the_whole_prompt_is_told() -> None:
     scheduler = side(is_streaming=False)
     scheduler.new_request(request(P, 40, **PREFILL))
     assert step(scheduler, new={P: (0, 16)}).after_forward == []
-    assert step(scheduler, cached={P: (16, 24)}).after_forward == [advanced(40, last=True)]
+    assert step(scheduler, cached={P: (16, 24)}).after_forward == [advanced(39, last=True)]
 
 
 def test_a_step_whose_blocks_are_not_known_is_told_with_the_next() -> None:
@@ -126,7 +126,7 @@ def test_a_preempted_prefill_starts_a_new_generation() -> None:
     assert handover.preempted == [(T, P)]
     handover = step(scheduler, cached={P: (0, 40)})
     assert handover.preempted == []
-    assert handover.after_forward == [advanced(40, last=True, generation=1)]
+    assert handover.after_forward == [advanced(39, last=True, generation=1)]
 
 
 @pytest.mark.parametrize("was_scheduled", [False, True])
@@ -179,10 +179,10 @@ def test_a_decode_request_expects_what_it_does_not_hold(num_computed: int) -> No
     scheduler = side()
     wanted = request(D, 40, **DECODE)
     scheduler.new_request(wanted)
-    assert scheduler.num_expected_tokens(wanted, num_computed) == 40 - num_computed
-    assert scheduler.num_expected_tokens(wanted, num_computed) == 40 - num_computed  # no side effects
-    scheduler.blocks_allocated(wanted, BLOCKS, 40 - num_computed)
-    assert step(scheduler).before_forward == [DestinationOpened(TICKET, D, num_computed, 40, BLOCKS)]
+    assert scheduler.num_expected_tokens(wanted, num_computed) == 39 - num_computed
+    assert scheduler.num_expected_tokens(wanted, num_computed) == 39 - num_computed  # no side effects
+    scheduler.blocks_allocated(wanted, BLOCKS, 39 - num_computed)
+    assert step(scheduler).before_forward == [DestinationOpened(TICKET, D, num_computed, 39, BLOCKS)]
     # What was asked for once is not asked for again.
     assert scheduler.num_expected_tokens(wanted, num_computed) == 0
     scheduler.blocks_allocated(wanted, BLOCKS, 0)
@@ -218,7 +218,7 @@ def test_a_decode_request_given_up_while_it_loads_is_called_off_by_name() -> Non
     scheduler = side()
     wanted = request(D, 40, **DECODE)
     scheduler.new_request(wanted)
-    scheduler.blocks_allocated(wanted, BLOCKS, 40)
+    scheduler.blocks_allocated(wanted, BLOCKS, 39)
     step(scheduler)
     assert scheduler.finished(wanted, ([1],), is_aborted=True) == (False, None)
     assert step(scheduler).before_forward == [DestinationCancelled(D)]
@@ -235,7 +235,7 @@ def siblings() -> SchedulerSide:
     scheduler = side()
     for each in SIBLINGS:
         scheduler.new_request(each)
-    scheduler.blocks_allocated(SIBLINGS[0], BLOCKS, 40)
+    scheduler.blocks_allocated(SIBLINGS[0], BLOCKS, 39)
     assert [type(command) for command in step(scheduler).before_forward] == [DestinationOpened]
     assert [scheduler.num_expected_tokens(each, 0) for each in SIBLINGS] == [0, None, None]
     return scheduler
@@ -261,8 +261,8 @@ def test_after_a_failed_load_the_next_request_with_the_ticket_tries_itself(is_gi
         assert step(scheduler).before_forward == [DestinationCancelled(RequestId("0_d"))]
         assert scheduler.num_expected_tokens(SIBLINGS[1], 0) is None  # its blocks are not at rest yet
     scheduler.loads_ended(["0_d"], {"0_d"})
-    assert [scheduler.num_expected_tokens(each, 0) for each in SIBLINGS[1:]] == [40, 40]
-    scheduler.blocks_allocated(SIBLINGS[2], BLOCKS, 40)
+    assert [scheduler.num_expected_tokens(each, 0) for each in SIBLINGS[1:]] == [39, 39]
+    scheduler.blocks_allocated(SIBLINGS[2], BLOCKS, 39)
     assert [scheduler.num_expected_tokens(each, 0) for each in SIBLINGS[1:]] == [None, 0]
     for each in SIBLINGS:
         scheduler.finished(each, ([1],), is_aborted=True)
@@ -285,7 +285,7 @@ def test_one_of_several_that_is_given_up_does_not_take_the_kv_from_the_others() 
         scheduler.new_request(each)
     scheduler.finished(SIBLINGS[0], ([],), is_aborted=True)
     assert step(scheduler) == StepHandover()
-    assert scheduler.num_expected_tokens(SIBLINGS[1], 0) == 40
+    assert scheduler.num_expected_tokens(SIBLINGS[1], 0) == 39
     scheduler.finished(SIBLINGS[1], ([],), is_aborted=True)
     assert step(scheduler).before_forward == [NothingNeeded(TICKET)]
     assert len(scheduler._shared) == 0
