@@ -81,17 +81,14 @@ class SourceEnd:
             self._serving.match(transfer, reader, now_s)
 
     def revoked(self, command: SourceRevoked, now_s: float) -> None:
-        """Nothing more is posted from the blocks; what is in flight ends first, and an offer of them is taken back."""
+        """Nothing more is posted from the blocks, and what is in flight ends first. They are not offered to be read yet:
+        that waits until the engine is done with the request (`Serving.match`)."""
         transfer = self._of_request(command.transfer_id, command.request_id)
         if transfer is None:
             command.released.set()
             return
         transfer.frontier = None
         transfer.awaits_release = command.released
-        for reader in transfer.open_readers():
-            if reader.rendezvous.state is State.OFFERED:
-                reason = "the prefill request was preempted while its blocks were read"
-                self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason)
         self._maybe_release(transfer)
 
     def finished(self, command: SourceFinished, now_s: float) -> None:
@@ -106,6 +103,8 @@ class SourceEnd:
         self._heard_of_engine(transfer, now_s)
         if command.is_aborted:
             self._cancel_all(transfer, now_s, "the prefill request was aborted")
+        for reader in transfer.open_readers():
+            self._serving.match(transfer, reader, now_s)
 
     def _of_request(self, transfer_id: TransferId, request_id: RequestId) -> SourceTransfer | None:
         transfer = self._transfers.get(transfer_id)
