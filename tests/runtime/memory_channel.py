@@ -41,6 +41,7 @@ class MemoryChannel(SideChannel):
         self._mailbox: deque[Received] = deque()
         self._calls: dict[Endpoint, _Line] = {}
         self.refusals: dict[Endpoint, str] = {}
+        self.suspicions: dict[Endpoint, str] = {}
         network.bound[Endpoint(HOST, self.port)] = self
 
     @property
@@ -78,7 +79,7 @@ class MemoryChannel(SideChannel):
         return [(endpoint, self.refusals[endpoint]) for endpoint in self._calls if endpoint in self.refusals]
 
     def suspicion(self, endpoint: Endpoint) -> str | None:
-        return None
+        return self.suspicions.get(endpoint)
 
     def send(self, route: Caller | Endpoint, data: bytes) -> None:
         self._network.num_sent += 1

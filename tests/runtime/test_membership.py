@@ -204,7 +204,8 @@ def test_nobody_is_suspected_where_nobody_listens(open_channel: Open) -> None:
     end_s = time.monotonic() + LONG_ENOUGH_S
     while time.monotonic() < end_s:
         turn(waiting)
-        assert not waiting.refused() and not waiting.lost()
+        assert not waiting.refused()
+        assert not waiting.lost()
     assert waiting.suspicion(endpoint) is None
 
 

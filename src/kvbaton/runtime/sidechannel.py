@@ -273,7 +273,7 @@ class SideChannel:
             try:
                 self._bound.send_multipart([route.identity, data], zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                raise PeerLost(f"the caller is no longer connected: {error}") from error
+                raise PeerLost(f"the caller is no longer connected, or does not read: {error}") from error
             return
         line = self._lines.get(route)
         if line is None:
