@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.geometry.descriptors import describe
-from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.geometry.heads import owned_heads
+from kvbaton.geometry.layout import KVLayout, Part, Region, plain
 from kvbaton.geometry.mapping import map_layouts
-from kvbaton.geometry.topology import num_readers, owned_heads, producers_of, unread_by_all
+from kvbaton.geometry.topology import num_readers, producers_of, unread_by_all
 from kvbaton.types import End
 
 NUM_BLOCKS = 12
@@ -47,6 +48,13 @@ class Side:
     tp_size: int
     pp_size: int
     gap_bytes: int
+    is_transposed: bool = False
+    """The first byte of every token first, then every second one: as some kernels keep keys."""
+
+    def parts(self, token_stride_bytes: int) -> tuple[Part, ...]:
+        if self.is_transposed:
+            return tuple(Part(byte * self.row_tokens, 1, 1, 1, 1, 1) for byte in range(CONTENT_BYTES))
+        return plain(token_stride_bytes, CONTENT_BYTES)
 
     def layout(self, rank: int) -> tuple[KVLayout, int]:
         """(the layout of this rank, how many bytes it spans)."""
@@ -75,8 +83,7 @@ class Side:
                         num_heads=heads,
                         total_heads=layer.total_heads,
                         head_stride_bytes=strides["H"],
-                        token_stride_bytes=strides["N"],
-                        content_bytes=CONTENT_BYTES,
+                        parts=self.parts(strides["N"]),
                     )
                 )
             base += stride + self.gap_bytes
@@ -91,6 +98,7 @@ class Side:
             num_kv_heads=1,
             head_dim=1,
             axis_order="".join(self.order),
+            packing="",
             tp_size=self.tp_size,
             tp_rank=tp_rank,
             pp_size=self.pp_size,
@@ -117,17 +125,20 @@ def sides(draw: st.DrawFn) -> tuple[Side, Side]:
     shapes = draw(st.lists(st.tuples(heads, st.sampled_from((0, 0, 5))), min_size=1, max_size=4))
     layers = tuple(Layer(f"layer.{index}", *shape) for index, shape in enumerate(shapes))
     pp_size = draw(st.sampled_from([size for size in (1, 2) if size <= len(layers)]))
+    is_transposed = draw(st.booleans())  # on both sides: nobody pairs parts of different sizes
+    orders = [order for order in ORDERS if order[-1] == "N"] if is_transposed else ORDERS
 
     def side(pp: int) -> Side:
         row = draw(st.sampled_from((2, 4, 6)))
         return Side(
             layers=layers,
-            order=draw(st.sampled_from(ORDERS)),
+            order=draw(st.sampled_from(orders)),
             block_tokens=row * draw(st.sampled_from((1, 1, 2))),
             row_tokens=row,
             tp_size=draw(st.sampled_from((1, 2, 4))),
             pp_size=pp,
             gap_bytes=draw(st.sampled_from((0, 7))),
+            is_transposed=is_transposed,
         )
 
     return side(pp_size), side(1)
@@ -151,17 +162,17 @@ def prompts(draw: st.DrawFn, prefill: Side, decode: Side) -> Prompt:
     return Prompt(num_tokens, first, (*cuts, num_tokens), ids(prefill.block_tokens), ids(decode.block_tokens))
 
 
-def address(layout: KVLayout, region: Region, ids: tuple[int, ...], head: int, token: int) -> int:
-    """Written without the code under test: where this byte is by the layout's own words."""
+def addresses(layout: KVLayout, region: Region, ids: tuple[int, ...], head: int, token: int) -> list[int]:
+    """Written without the code under test: where the bytes of a token are by the layout's own words."""
     size = layout.block_size_tokens[region.cache_group]
     row = ids[token // size] * (size // region.row_tokens) + token % size // region.row_tokens
     first_head = layout.tp_rank * region.total_heads // layout.tp_size
-    return (
-        region.base_address
-        + row * region.row_stride_bytes
-        + (head - first_head) * region.head_stride_bytes
-        + token % region.row_tokens * region.token_stride_bytes
-    )
+    start = region.base_address + row * region.row_stride_bytes + (head - first_head) * region.head_stride_bytes
+    return [
+        start + part.offset_bytes + token % region.row_tokens * part.group_stride_bytes + byte
+        for part in region.parts
+        for byte in range(part.unit_bytes)
+    ]
 
 
 def content(layer: str, head: int, token: int) -> tuple[int, int]:
@@ -169,11 +180,17 @@ def content(layer: str, head: int, token: int) -> tuple[int, int]:
     return number % 251, number // 251 % 251
 
 
-def lists(layout: KVLayout, ids: tuple[int, ...], num_tokens: int, *, drops_outside_windows: bool) -> list[list[int]]:
-    """Block lists per cache group; blocks wholly outside a window are null where the engine gave them back."""
+def lists(
+    layout: KVLayout, ids: tuple[int, ...], num_tokens: int, *, drops_outside_windows: bool, fills_tokens: int
+) -> list[list[int]]:
+    """Block lists per cache group; blocks wholly outside a window are null where the engine gave them back.
+
+    The source has those that share a block of `fills_tokens` with the window: decode's blocks are filled whole.
+    """
     found = []
     for size, window in zip(layout.block_size_tokens, layout.window_tokens, strict=True):
         needed_from = max(0, num_tokens - window) if window and drops_outside_windows else 0
+        needed_from -= needed_from % fills_tokens
         found.append([each if (index + 1) * size > needed_from else 0 for index, each in enumerate(ids)])
     return found
 
@@ -183,8 +200,7 @@ def filled(layout: KVLayout, num_bytes: int, prompt: Prompt) -> Memory:
     for region in layout.regions:
         for head in owned_heads(region.total_heads, layout.tp_size, layout.tp_rank):
             for token in range(prompt.num_tokens):
-                at = address(layout, region, prompt.prefill_ids, head, token)
-                memory[at : at + CONTENT_BYTES] = content(region.layer, head, token)
+                memory[addresses(layout, region, prompt.prefill_ids, head, token)] = content(region.layer, head, token)
     return memory
 
 
@@ -194,8 +210,11 @@ def move(source: tuple[KVLayout, Memory], target: tuple[KVLayout, Memory], promp
     ends = (source, target) if posts is End.SOURCE else (target, source)
     mapping = map_layouts(ends[0][0], ends[1][0], posts)
     drops = data.draw(st.booleans(), label="windows dropped")
-    at_source = lists(source[0], prompt.prefill_ids, prompt.num_tokens, drops_outside_windows=drops)
-    at_target = lists(target[0], prompt.decode_ids, prompt.num_tokens, drops_outside_windows=drops)
+    fills = target[0].block_size_tokens[0]
+    at_source, at_target = (
+        lists(each, ids, prompt.num_tokens, drops_outside_windows=drops, fills_tokens=fills)
+        for each, ids in ((source[0], prompt.prefill_ids), (target[0], prompt.decode_ids))
+    )
     ours, theirs = (at_source, at_target) if posts is End.SOURCE else (at_target, at_source)
     begin = prompt.first_token
     for end in prompt.cut_tokens:
@@ -231,10 +250,10 @@ def check(layout: KVLayout, memory: Memory, prompt: Prompt) -> None:
         size = layout.block_size_tokens[region.cache_group]
         for head in owned_heads(region.total_heads, layout.tp_size, layout.tp_rank):
             for token in range(prompt.first_token, len(prompt.decode_ids) * size):
-                at = address(layout, region, prompt.decode_ids, head, token)
-                may_change[at : at + CONTENT_BYTES] = True
+                at = addresses(layout, region, prompt.decode_ids, head, token)
+                may_change[at] = True
                 if needed_from <= token < prompt.num_tokens:
-                    assert tuple(memory[at : at + CONTENT_BYTES]) == content(region.layer, head, token)
+                    assert tuple(memory[at]) == content(region.layer, head, token)
     assert (memory[~may_change] == 254).all()
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvbaton.errors import Incompatible, InvalidParams, RemoteProtocolError
 from kvbaton.geometry.descriptors import describe
-from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.geometry.layout import KVLayout, Part, Region
 from kvbaton.geometry.mapping import map_layouts
 from kvbaton.protocol import messages
 from kvbaton.protocol.messages import (
@@ -44,7 +44,8 @@ ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 counts = st.integers(0, (1 << 63) - 1)
 blocks = st.lists(st.lists(st.integers(0, (1 << 31) - 1), max_size=4).map(tuple), max_size=3).map(tuple)
 any_int = st.integers(-(1 << 63), (1 << 64) - 1) | st.integers(-1, 70)
-regions = st.builds(Region, ids, *[any_int] * 10)
+parts = st.builds(Part, *[any_int] * 6)
+regions = st.builds(Region, ids, *[any_int] * 8, st.lists(parts, max_size=3).map(tuple))
 layouts = st.builds(
     KVLayout,
     regions=st.lists(regions, max_size=3).map(tuple),
@@ -57,6 +58,7 @@ layouts = st.builds(
     num_kv_heads=any_int,
     head_dim=any_int,
     axis_order=ids,
+    packing=ids,
     tp_size=any_int,
     tp_rank=any_int,
     pp_size=any_int,
@@ -174,7 +176,10 @@ SANE = st.builds(
     st.sampled_from((1, 2, 16)),
     st.just(1),
     st.just(1),
-    *[st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64)] * 3,
+    st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64),
+    st.tuples(
+        st.builds(Part, st.integers(0, 64), st.just(1), *[st.integers(1, 64) | st.integers((1 << 63) - 2, 1 << 64)] * 4)
+    ),
 )
 tokens = st.integers(0, 64) | st.integers((1 << 62), 1 << 70)
 
@@ -220,6 +225,7 @@ def _sane(regions: tuple[Region, ...]) -> KVLayout:
         num_kv_heads=1,
         head_dim=1,
         axis_order="LBNHC",
+        packing="",
         tp_size=1,
         tp_rank=0,
         pp_size=1,

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvbaton.geometry.layout import Region
+from kvbaton.geometry.layout import Region, plain
 from kvbaton.protocol.params import DecodeTicket
 from kvbaton.transport.loopback import Fabric, Fate
 from kvbaton.types import Direction, RequestId
@@ -42,8 +42,7 @@ def ranks(world: World, name: str, *, port: int, tp: int = 1, pp: int = 1, total
                 num_heads=num_heads,
                 total_heads=total_heads,
                 head_stride_bytes=head_bytes,
-                token_stride_bytes=head_bytes // BLOCK_SIZE,
-                content_bytes=head_bytes // BLOCK_SIZE,
+                parts=plain(head_bytes // BLOCK_SIZE, head_bytes // BLOCK_SIZE),
             )
             for index, region in enumerate(layout.regions)
             if index * pp // len(LAYERS) == stage

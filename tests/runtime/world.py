@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.geometry.layout import KVLayout, Region, plain
 from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
 from kvbaton.protocol.params import DecodeTicket
 from kvbaton.protocol.rendezvous import Deadlines
@@ -105,6 +105,7 @@ class Engine:
         self.sent: Counter[RequestId] = Counter()
         self.received: Counter[RequestId] = Counter()
         self.failures: dict[RequestId, str] = {}
+        self.num_reports = 0
         self.expected: Counter[RequestId] = Counter()
         moves_bytes = self._open_transport(agent_name(name, rank, incarnation))
         self.channel = world.make_channel(world.network, port)
@@ -152,8 +153,7 @@ class Engine:
                 num_heads=1,
                 total_heads=1,
                 head_stride_bytes=BLOCK_BYTES,
-                token_stride_bytes=token_bytes,
-                content_bytes=token_bytes,
+                parts=plain(token_bytes, token_bytes),
             )
             for index, layer in enumerate(LAYERS)
         ]
@@ -168,6 +168,7 @@ class Engine:
             num_kv_heads=1,
             head_dim=12,
             axis_order="LBNHC",
+            packing="",
             tp_size=1,
             tp_rank=0,
             pp_size=1,
@@ -187,6 +188,9 @@ class Engine:
 
     def collect(self) -> None:
         batch = self.results.take()
+        if not (batch.sent or batch.received):
+            return
+        self.num_reports += 1
         self.sent.update(batch.sent)
         self.received.update(batch.received)
         assert not batch.failed.keys() - batch.received

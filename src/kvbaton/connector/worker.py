@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,6 @@ from kvbaton.protocol.rendezvous import Deadlines
 from kvbaton.runtime.driver import Driver
 from kvbaton.runtime.events import (
     Batch,
-    DestinationCancelled,
     DestinationOpened,
     Fence,
     Results,
@@ -155,20 +153,27 @@ class WorkerSide:
                 ]
             )
 
-    def collect(self, finished: Iterable[str], *, is_idle_step: bool) -> Batch:
-        """Requests whose transfers are over. Raises whatever the driver died of."""
-        cancelled = self._loading.intersection(RequestId(request_id) for request_id in finished)
-        if cancelled and self._driver is not None:
-            self._driver.submit([DestinationCancelled(request_id) for request_id in cancelled])
+    def collect(self, *, is_idle_step: bool) -> Batch:
+        """Requests whose transfers are over, each once. Raises whatever the driver died of."""
         if is_idle_step and (self._loading or self._held) and not self._rejected:
             self._results.wait(self._settings.idle_wait_s)
         batch = self._results.take()
+        self._drop_strangers(batch)
         batch.received.update(self._rejected)
         batch.failed.update(self._rejected)
         self._rejected = {}
         self._loading -= batch.received
         self._held -= batch.sent
         return batch
+
+    def _drop_strangers(self, batch: Batch) -> None:
+        """The scheduler of vLLM dies of a request that it does not know, or no longer knows."""
+        strangers = (batch.received - self._loading) | (batch.sent - self._held)
+        if strangers:
+            logger.error("The driver reports requests that nobody waits for: %s", ", ".join(sorted(strangers)))
+            batch.received &= self._loading
+            batch.sent &= self._held
+            batch.failed = {each: reason for each, reason in batch.failed.items() if each in self._loading}
 
     def shutdown(self) -> None:
         """Idempotent."""

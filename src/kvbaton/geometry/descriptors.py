@@ -16,8 +16,6 @@ from kvbaton.errors import RemoteProtocolError
 from kvbaton.geometry.mapping import Int64Array, PeerMapping, RegionClass, Rows, join
 from kvbaton.types import End
 
-_NO_ROWS = np.empty(0, dtype=np.int64)
-
 
 @dataclass(frozen=True)
 class Descriptors:
@@ -63,20 +61,22 @@ def describe(
     ):
         if len(lists) != num_groups:
             raise RemoteProtocolError(f"{whose} block lists are for {len(lists)} cache groups; expected {num_groups}")
-    parts: list[tuple[Int64Array, Int64Array, Int64Array]] = [(_NO_ROWS, _NO_ROWS, _NO_ROWS)]
+    parts: list[_InAnyRegion] = []
     for pair in mapping.pairs if first_token < end_token else ():
         ours = np.asarray(our_blocks[pair.our_group], dtype=np.int64)
         theirs = np.asarray(their_blocks[pair.their_group], dtype=np.int64)
         needed_from = max(0, num_tokens - pair.window_tokens) if pair.window_tokens else 0
         for alike in pair.classes:
-            starts = _chunk_starts(alike, first_token, end_token)
             _check(ours, alike.ours, end_token, "our")
             _check(theirs, alike.theirs, end_token, "the peer's")
+            starts = _chunk_starts(alike, first_token, end_token)
             ids = ours[starts // alike.ours.block_tokens], theirs[starts // alike.theirs.block_tokens]
             at_source, at_destination = ids if mapping.our_end is End.SOURCE else ids[::-1]
-            starts = _wanted(alike, at_source, at_destination, starts, needed_from)
-            parts.append(_describe_class(alike, ours, theirs, starts))
-    return Descriptors(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+            destination = alike.theirs if mapping.our_end is End.SOURCE else alike.ours
+            starts = _wanted(destination, at_source, at_destination, starts, needed_from)
+            if starts.size:
+                parts.append(_describe_class(alike, ours, theirs, starts))
+    return _in_every_region(parts)
 
 
 def _chunk_starts(alike: RegionClass, first_token: int, end_token: int) -> Int64Array:
@@ -102,7 +102,7 @@ def _check(blocks: Int64Array, rows: Rows, end_token: int, whose: str) -> None:
 
 
 def _wanted(
-    alike: RegionClass,
+    destination: Rows,
     at_source: Int64Array,
     at_destination: Int64Array,
     starts: Int64Array,
@@ -110,9 +110,11 @@ def _wanted(
 ) -> Int64Array:
     """The chunks that have a place at the destination; the block ids at both sides are those of the chunks.
 
+    A destination's block that holds a needed token is filled whole: its engine may keep it for other prompts.
     Raises RemoteProtocolError when the source lacks one that the destination needs.
     """
-    is_lacking = (at_destination != 0) & (at_source == 0) & (starts + alike.chunk_tokens > needed_from)
+    block_end = (starts // destination.block_tokens + 1) * destination.block_tokens
+    is_lacking = (at_destination != 0) & (at_source == 0) & (block_end > needed_from)
     if is_lacking.any():
         raise RemoteProtocolError(
             f"the prefill side no longer holds token {int(starts[is_lacking][0])}, which the decode side needs"
@@ -121,23 +123,43 @@ def _wanted(
     return wanted
 
 
-def _describe_class(
-    alike: RegionClass, ours: Int64Array, theirs: Int64Array, starts: Int64Array
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    if starts.size == 0:
-        return _NO_ROWS, _NO_ROWS, _NO_ROWS
-    our_offset = (_offsets(alike.ours, ours, starts)[:, None] + alike.our_piece[None, :]).ravel()
-    their_offset = (_offsets(alike.theirs, theirs, starts)[:, None] + alike.their_piece[None, :]).ravel()
-    our_offset, their_offset, length = join(our_offset, their_offset, np.tile(alike.piece_bytes, starts.size))
-    our_address = alike.our_base[:, None] + our_offset[None, :]
-    their_address = alike.their_base[:, None] + their_offset[None, :]
-    return our_address.ravel(), their_address.ravel(), np.tile(length, alike.our_base.size)
+@dataclass(frozen=True)
+class _InAnyRegion:
+    """What is moved in each region of a class, int64[num_pieces] each, from its base address on."""
+
+    alike: RegionClass
+    our_offset: Int64Array
+    their_offset: Int64Array
+    length_bytes: Int64Array
 
 
-def _offsets(rows: Rows, blocks: Int64Array, starts: Int64Array) -> Int64Array:
-    """Where chunks begin, from a region's base address on."""
+def _describe_class(alike: RegionClass, ours: Int64Array, theirs: Int64Array, starts: Int64Array) -> _InAnyRegion:
+    """The chunks that begin at these tokens, joined."""
+    pieces = alike.pieces
+    our_row, our_chunk = _rows_of(alike.ours, ours, starts, alike.chunk_tokens)
+    their_row, their_chunk = _rows_of(alike.theirs, theirs, starts, alike.chunk_tokens)
+    our_offset = (our_row[:, None] + our_chunk[:, None] * pieces.our_step + pieces.ours).ravel()
+    their_offset = (their_row[:, None] + their_chunk[:, None] * pieces.their_step + pieces.theirs).ravel()
+    return _InAnyRegion(alike, *join(our_offset, their_offset, np.tile(pieces.length_bytes, starts.size)))
+
+
+def _in_every_region(parts: list[_InAnyRegion]) -> Descriptors:
+    """All regions of all classes, region by region; every number is written once."""
+    num_descriptors = sum(part.alike.our_base.size * part.length_bytes.size for part in parts)
+    our_address, their_address, length_bytes = (np.empty(num_descriptors, dtype=np.int64) for _ in range(3))
+    begin = 0
+    for part in parts:
+        shape = part.alike.our_base.size, part.length_bytes.size
+        end = begin + shape[0] * shape[1]
+        np.add(part.alike.our_base[:, None], part.our_offset, out=our_address[begin:end].reshape(shape))
+        np.add(part.alike.their_base[:, None], part.their_offset, out=their_address[begin:end].reshape(shape))
+        length_bytes[begin:end].reshape(shape)[:] = part.length_bytes
+        begin = end
+    return Descriptors(our_address, their_address, length_bytes)
+
+
+def _rows_of(rows: Rows, blocks: Int64Array, starts: Int64Array, chunk_tokens: int) -> tuple[Int64Array, Int64Array]:
+    """(where the rows of the chunks begin, from a region's base address on; which chunk of its row each of them is)."""
     rows_per_block = rows.block_tokens // rows.row_tokens
     row = blocks[starts // rows.block_tokens] * rows_per_block + starts % rows.block_tokens // rows.row_tokens
-    in_row = starts % rows.row_tokens * rows.token_stride_bytes
-    offset: Int64Array = row * rows.row_stride_bytes + in_row
-    return offset
+    return row * rows.row_stride_bytes, starts % rows.row_tokens // chunk_tokens

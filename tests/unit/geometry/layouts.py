@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.geometry.layout import KVLayout, Region, plain
 
 
-def region(layer: str = "layer.0", **changed: int) -> Region:
+def region(layer: str = "layer.0", **changed: object) -> Region:
     """Eight blocks of 16 tokens, two heads, four bytes of content, token-major and dense: 128 bytes per block."""
-    values = {
+    values: dict[str, object] = {
         "cache_group": 0,
         "base_address": 4096,
         "num_rows": 8,
@@ -18,10 +18,9 @@ def region(layer: str = "layer.0", **changed: int) -> Region:
         "num_heads": 2,
         "total_heads": 2,
         "head_stride_bytes": 4,
-        "token_stride_bytes": 8,
-        "content_bytes": 4,
+        "parts": plain(8, 4),
     }
-    return Region(layer, **(values | changed))
+    return Region(layer, **(values | changed))  # type: ignore[arg-type]  # the keys above are the region's own
 
 
 def layout(*regions: Region, **changed: object) -> KVLayout:
@@ -36,6 +35,7 @@ def layout(*regions: Region, **changed: object) -> KVLayout:
         num_kv_heads=2,
         head_dim=8,
         axis_order="LBNHC",
+        packing="",
         tp_size=1,
         tp_rank=0,
         pp_size=1,

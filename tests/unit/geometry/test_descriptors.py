@@ -6,7 +6,7 @@ import pytest
 
 from kvbaton.errors import RemoteProtocolError
 from kvbaton.geometry.descriptors import Descriptors, alignment_tokens, describe
-from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.geometry.layout import KVLayout, Region, plain
 from kvbaton.geometry.mapping import PeerMapping, map_layouts
 from kvbaton.types import End
 from tests.unit.geometry.layouts import layout, region
@@ -20,11 +20,11 @@ def rows(descriptors: Descriptors) -> Rows:
     return sorted(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def dense(layer: str = "a", base: int = 10000, *, tokens: int = 4, stride: int = 0, **changed: int) -> Region:
+def dense(layer: str = "a", base: int = 10000, *, tokens: int = 4, stride: int = 0, **changed: object) -> Region:
     """Ten blocks; one head, a byte per token."""
-    plain = {"num_heads": 1, "total_heads": 1, "head_stride_bytes": 99, "token_stride_bytes": 1, "content_bytes": 1}
+    one = {"num_heads": 1, "total_heads": 1, "head_stride_bytes": 99, "parts": plain(1, 1)}
     shape = {"row_tokens": tokens, "row_stride_bytes": stride or tokens, "num_rows": 10, "base_address": base}
-    return region(layer, **(plain | shape | changed))
+    return region(layer, **(one | shape | changed))
 
 
 def of(*regions: Region, block: int = 4, window: int = 0) -> KVLayout:
@@ -143,3 +143,24 @@ def test_a_first_token_inside_a_block_is_refused() -> None:
 
 def test_a_segment_ends_where_no_block_of_either_side_is_cut() -> None:
     assert alignment_tokens((16, 24), (32,)) == 96
+
+
+def test_a_destination_block_that_the_window_touches_is_filled_whole_or_not_at_all() -> None:
+    """Found: half-filled, it stayed in decode's prefix cache, and a shorter prompt would have read the other half."""
+    ours, theirs = of(dense(), window=3), of(dense(base=50000, tokens=8), block=8, window=3)
+    with pytest.raises(RemoteProtocolError, match="no longer holds token 0"):
+        whole(pair(ours, theirs), [[0, 2]], [[1]], 8)  # token 5 on; the source let go of 0 to 3
+    with pytest.raises(RemoteProtocolError, match="no longer holds token 0"):
+        whole(pair(theirs, ours, End.DESTINATION), [[1]], [[0, 2]], 8)
+
+
+def test_a_destination_block_that_the_window_has_passed_stays_as_it_is() -> None:
+    ours, theirs = of(dense(), window=3), of(dense(base=50000, tokens=8), block=8, window=3)
+    assert whole(pair(ours, theirs), [[0, 0, 0, 0, 5]], [[1, 2, 3]], 20) == [(10020, 50024, 4)]
+
+
+@pytest.mark.parametrize("end_token", [1 << 40, 1 << 63, 1 << 64])
+def test_more_tokens_than_the_lists_hold_cost_nothing(end_token: int) -> None:
+    """Found: room for all of them was made before the lists were counted, and the transfer thread ended."""
+    with pytest.raises(RemoteProtocolError, match="our 1 blocks of 4 tokens cannot hold token"):
+        describe(pair(), [[1]], [[1]], first_token=0, end_token=end_token, num_tokens=end_token)

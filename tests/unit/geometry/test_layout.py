@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.errors import RemoteProtocolError
-from kvbaton.geometry.layout import MAX_REGIONS, bytes_per_token
+from kvbaton.errors import Incompatible, RemoteProtocolError
+from kvbaton.geometry.layout import MAX_REGIONS, Part, bytes_per_token, plain
 from tests.unit.geometry.layouts import layout, region
 
 
@@ -15,7 +15,7 @@ def test_a_region_ends_behind_its_last_token_not_where_the_next_row_would_start(
 
 def test_heads_may_lie_outside_the_rows() -> None:
     """The order LHBNC: all rows of a head, then all rows of the next."""
-    heads_first = region(row_stride_bytes=64, head_stride_bytes=512, token_stride_bytes=4)
+    heads_first = region(row_stride_bytes=64, head_stride_bytes=512, parts=plain(4, 4))
     layout(heads_first).validate()
     assert heads_first.end_address == 4096 + 7 * 64 + 512 + 15 * 4 + 4
 
@@ -48,11 +48,20 @@ def test_bytes_per_token_counts_every_head_of_every_layer() -> None:
         (layout(region("twice"), region("twice")), "names a layer twice"),
         (layout(region("x", cache_group=1)), "'x'"),
         (layout(region("x", cache_group=-1)), "'x'"),
-        (layout(region("x", content_bytes=0)), "'x'"),
-        (layout(region("x", content_bytes=5)), "'x'"),  # heads would overlap
-        (layout(region("x", token_stride_bytes=3)), "'x'"),
-        (layout(region("x", token_stride_bytes=-8)), "'x'"),
-        (layout(region("x", row_stride_bytes=3)), "'x'"),
+        (layout(region("x", parts=())), "'x'"),
+        (layout(region("x", parts=plain(8, 4) * 9)), "'x'"),
+        (layout(region("x", parts=plain(8, 0))), "'x'"),
+        (layout(region("x", parts=plain(-8, 4))), "'x'"),
+        (layout(region("x", parts=plain(0, 4))), "'x'"),
+        (layout(region("x", parts=(Part(-1, 1, 8, 1, 4, 4),))), "'x'"),
+        (layout(region("x", parts=(Part(0, 0, 8, 1, 4, 4),))), "'x'"),
+        (layout(region("x", parts=(Part(0, 3, 8, 1, 4, 4),))), "'x'"),  # a row is whole groups
+        (layout(region("x", parts=(Part(0, 32, 8, 1, 4, 4),))), "'x'"),
+        (layout(region("x", parts=(Part(0, 1, 8, 0, 4, 4),))), "'x'"),
+        (layout(region("x", parts=(Part(0, 1, 8, 1 << 40, 4, 4),))), "'x'"),
+        (layout(region("x", parts=(Part(0, 1, 8, 2, -4, 4),))), "'x'"),
+        (layout(region("x", row_stride_bytes=0)), "'x'"),
+        (layout(region("x", head_stride_bytes=-4)), "'x'"),
         (layout(region("x", row_tokens=0)), "'x'"),
         (layout(region("x", row_tokens=12)), "'x'"),  # a block is whole rows
         (layout(region("x", num_rows=0)), "'x'"),
@@ -65,7 +74,7 @@ def test_bytes_per_token_counts_every_head_of_every_layer() -> None:
         # One row needs no stride, so the end address alone would let these pass into int64 arrays.
         (layout(region("x", num_rows=1, row_stride_bytes=1 << 63)), "'x'"),
         (layout(region("x", num_heads=1, head_stride_bytes=1 << 63)), "'x'"),
-        (layout(region("x", row_tokens=1, token_stride_bytes=1 << 63)), "'x'"),
+        (layout(region("x", row_tokens=1, parts=plain(1 << 63, 4))), "'x'"),
         (
             layout(region("x", row_tokens=1 << 18, num_heads=2), block_size_tokens=(1 << 18,)),
             "'x'",
@@ -75,3 +84,11 @@ def test_bytes_per_token_counts_every_head_of_every_layer() -> None:
 def test_a_layout_that_contradicts_itself_is_refused_by_name(broken: object, named: str) -> None:
     with pytest.raises(RemoteProtocolError, match=named):
         broken.validate()  # type: ignore[attr-defined]
+
+
+def test_heads_that_the_rank_cannot_have_are_refused() -> None:
+    """Found: one head of eight on the only rank was believed, and the other seven were addressed behind the region's end."""
+    with pytest.raises(RemoteProtocolError, match="'x' has 1 heads on tensor-parallel rank 0 of 1; of 8 it holds 8"):
+        layout(region("x", num_heads=1, total_heads=8)).validate()
+    with pytest.raises(Incompatible, match="2 KV heads cannot be spread over 3"):
+        layout(tp_size=3).validate()
