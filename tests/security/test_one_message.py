@@ -48,9 +48,6 @@ def test_a_registration_of_blocks_the_sender_has_is_taken() -> None:
     assert sender.p.num_transfers == 1
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="source.py _registered takes any block list; only describe() looks"
-)
 @pytest.mark.parametrize(
     "blocks",
     [((NUM_BLOCKS,),), ((1,),) * 5000, ((1,) * 1_000_000,)],
@@ -65,7 +62,6 @@ def test_a_registration_of_blocks_the_sender_cannot_have_is_refused_at_once(bloc
     assert sender.p.num_transfers == 0
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="source.py logs each refusal, with the peer's own text")
 def test_refusals_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     sender = Sender()
     big = sender.with_model("x" * 100_000)
@@ -76,7 +72,6 @@ def test_refusals_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert sum(len(message) for message in caplog.messages) <= MAX_LOG_CHARACTERS
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="ids and reasons of peers are logged as they came")
 @pytest.mark.parametrize("control", ["\n", "\r", "\x1b[2J"], ids=["newline", "return", "escape"])
 def test_no_text_of_a_peer_forges_a_line_of_the_log(control: str, caplog: pytest.LogCaptureFixture) -> None:
     """A transfer id comes from HTTP, a reason from a peer; neither begins a line of its own or commands a terminal."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import zmq
 
 from kvbaton.cluster_key import ClusterKey
 from kvbaton.errors import PeerLost
@@ -29,13 +28,7 @@ LONG_ENOUGH_S = 1.0
     "key",
     [
         pytest.param(None, id="no key"),
-        pytest.param(
-            KEY,
-            id="key",
-            marks=pytest.mark.xfail(
-                strict=True, raises=zmq.ZMQError, reason="_Line.__init__ makes its Watch outside its try"
-            ),
-        ),
+        pytest.param(KEY, id="key"),
     ],
 )
 def test_more_addresses_than_sockets_are_lost_peers(key: ClusterKey | None) -> None:
@@ -95,7 +88,9 @@ def channels() -> Iterator[tuple[SideChannel, SideChannel]]:
         channel.close()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="a refused connection counts as proof of death")
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="docs/security.md: a refused connection counts as proof of death"
+)
 def test_an_engine_that_lives_is_not_gone_when_the_port_mapping_before_it_is(
     channels: tuple[SideChannel, SideChannel],
 ) -> None:

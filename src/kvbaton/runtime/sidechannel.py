@@ -84,7 +84,11 @@ class _Line:
         if membership is not None:
             membership.call(self.socket)
         events = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-        self.watch = Watch(context, self.socket, events | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED)
+        try:
+            self.watch = Watch(context, self.socket, events | zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED)
+        except zmq.ZMQError as error:
+            self.socket.close(linger=0)
+            raise PeerLost(f"no socket to watch the call of {endpoint.address}: {error}") from error
         self.was_connected = False
         self.is_probed = False
         self.is_gone = False

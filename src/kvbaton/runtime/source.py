@@ -11,7 +11,8 @@ import logging
 
 import msgspec
 
-from kvbaton.errors import BatonError, RemoteProtocolError
+from kvbaton.errors import BatonError, RemoteProtocolError, one_line
+from kvbaton.geometry.layout import check_blocks
 from kvbaton.protocol.messages import (
     Accepted,
     Cancel,
@@ -31,6 +32,7 @@ from kvbaton.runtime.events import SourceAdvanced, SourceFinished, SourceOpened,
 from kvbaton.runtime.mover import Settled
 from kvbaton.runtime.peers import Peer
 from kvbaton.runtime.rank import Rank
+from kvbaton.runtime.seldom import Seldom
 from kvbaton.runtime.serving import Serving
 from kvbaton.runtime.sidechannel import Caller
 from kvbaton.runtime.source_transfer import NEVER_S, Reader, SourceTransfer
@@ -42,6 +44,8 @@ MAX_TRANSFERS_PER_READER = 4096
 """Open at once from one decode rank, which holds blocks for each of them. Its registrations may be for requests that never
 come."""
 
+MAX_LOGGED_CHARACTERS = 500
+
 READ_WATCH_S = 1.0
 """How long after an offer we expect the reader to be at work, and keep our half of the transport going for it."""
 
@@ -51,6 +55,7 @@ class SourceEnd:
         self._rank = rank
         self._transfers: dict[TransferId, SourceTransfer] = {}
         self._remembered = Remembered()
+        self._refused = Seldom(rank.clock)
         self._serving = Serving(rank, self._reader_closed)
 
     # -- the engine's side -------------------------------------------------------------------------------------------
@@ -82,7 +87,8 @@ class SourceEnd:
 
     def revoked(self, command: SourceRevoked, now_s: float) -> None:
         """Nothing more is posted from the blocks, and what is in flight ends first. They are not offered to be read yet:
-        that waits until the engine is done with the request (`Serving.match`)."""
+        that waits until the engine is done with the request (`Serving.match`).
+        """
         transfer = self._of_request(command.transfer_id, command.request_id)
         if transfer is None:
             command.released.set()
@@ -155,8 +161,12 @@ class SourceEnd:
             return
         try:
             peer = self._greet(register, now_s)
+            if peer is not None:
+                check_blocks(peer.hello.layout, register.blocks)
         except BatonError as error:
-            logger.warning("Transfer %s refused: %s", transfer_id, error)
+            if num_refused := self._refused.add():
+                reason = one_line(str(error), MAX_LOGGED_CHARACTERS)
+                logger.warning("Transfer %s refused (one of %d lately): %s", transfer_id, num_refused, reason)
             self._serving.say_ended(caller, transfer_id, Outcome.FAILED, str(error))
             return
         if peer is None:
