@@ -6,9 +6,15 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+from vllm.config import SpeculativeConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvbaton.errors import Unsupported
 from kvbaton.runtime.events import DestinationCancelled, DestinationOpened, NothingNeeded
 from kvbaton.types import Direction, RequestId
-from tests.host.rig import BLOCK_SIZE, Engine, Policy, of_type
+from tests.host.rig import BLOCK_SIZE, Engine, Policy, cache_groups, make_config, of_type
 from tests.host.tickets import PULL, PUSH, ticket
 
 LENGTH, ERROR = "length", "error"
@@ -295,6 +301,14 @@ def test_a_load_is_not_admitted_into_blocks_that_a_running_prefill_will_need() -
     engine.run()
     assert engine.finish_reason("d") == LENGTH
     engine.check_empty()
+
+
+def test_an_engine_that_speculates_does_not_start() -> None:
+    """Look-ahead slots would be allocated on one side only."""
+    config = make_config(20, "fail", "kv_both", is_async=False)
+    config.speculative_config = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=2)
+    with pytest.raises(Unsupported, match="speculative"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, KVCacheConfig(20, [], cache_groups(0)))
 
 
 def test_the_prefix_cache_can_be_reset_after_transfers_and_not_while_one_lands() -> None:

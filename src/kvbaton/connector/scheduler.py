@@ -166,6 +166,7 @@ class SchedulerSide:
         elif isinstance(tracked, DecodeRequest) and tracked.stage is Stage.NEW:
             if num_external_tokens == 0:
                 tracked.stage = Stage.OVER
+                self._decode_trace.emit("nothing_needed", tracked.ticket.transfer_id, request_id=request_id)
                 if self._shared.settle(tracked.ticket):
                     self._handover.before_forward.append(NothingNeeded(tracked.ticket))
                 return

@@ -352,6 +352,7 @@ def test_the_timeline_has_the_schedulers_events(tmp_path: Path) -> None:
     scheduler = side(trace_path=str(tmp_path / "trace-{rank}.jsonl"))
     scheduler.new_request(request(P, 40, **PREFILL))
     scheduler.new_request(request(D, 40, **DECODE))
+    scheduler.blocks_allocated(request(D, 40, **DECODE), BLOCKS, 0)
     step(scheduler, new={P: (0, 40), D: (39, 1)})
     step(scheduler, cached={P: (40, 1), D: (40, 1)})
     scheduler.shutdown()
@@ -359,6 +360,7 @@ def test_the_timeline_has_the_schedulers_events(tmp_path: Path) -> None:
     assert [(line["who"], line["event"], line["transfer_id"]) for line in lines] == [
         ("prefill", "queued", "t"),
         ("decode", "queued", "t"),
+        ("decode", "nothing_needed", "t"),
         ("prefill", "prefill_started", "t"),
         ("decode", "decode_started", "t"),
     ]
