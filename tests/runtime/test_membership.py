@@ -16,7 +16,9 @@ from kvbaton.cluster_key import ClusterKey
 from kvbaton.runtime import sidechannel
 from kvbaton.runtime.membership import Membership
 from kvbaton.runtime.sidechannel import Endpoint, Received, SideChannel
+from kvbaton.types import RequestId
 from tests.runtime.memory_channel import HOST
+from tests.runtime.world import Engine, World
 
 KEY, OTHER = ClusterKey(b"k" * 31 + b"1"), ClusterKey(b"k" * 31 + b"2")
 PATIENCE_S = 10.0
@@ -179,6 +181,48 @@ def test_keys_that_differ_are_named_by_the_side_that_waits(
         return "cluster_key_file" in found[-1]
 
     until(is_named, waiting, other)
+
+
+def pair_with(ours: ClusterKey | None, theirs: ClusterKey | None) -> tuple[World, Engine, Engine]:
+    """A prefill side with `theirs` and a decode side with `ours`, joined by real sockets."""
+    keys = iter((theirs, ours))
+    world = World(make_channel=lambda _network, port: SideChannel(HOST, port, next(keys)))
+    return world, *world.pair()
+
+
+def hand_over(world: World, p: Engine, d: Engine) -> None:
+    """Returns when the decode side's request is over, one way or the other."""
+    d.open_destination(p.ticket(), 8, [1, 2])
+    p.prefill(8, [1, 2])
+    end_s = time.monotonic() + PATIENCE_S
+    while not d.received:
+        assert time.monotonic() < end_s
+        world.now_s += 0.05
+        for each in (p, d):
+            each.channel.wait(0.02)
+            each.turn()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(KEY, None), (None, KEY), (KEY, OTHER)])
+def test_the_request_that_waits_fails_within_seconds_and_names_the_key(
+    ours: ClusterKey | None, theirs: ClusterKey | None
+) -> None:
+    world, p, d = pair_with(ours, theirs)
+    hand_over(world, p, d)
+    assert "cluster_key_file" in d.failures[RequestId("d")]
+    assert world.now_s < 1010.0
+    for each in (p, d):
+        each.crash()
+
+
+@pytest.mark.parametrize("key", [KEY, None])
+def test_a_request_between_members_is_handed_over(key: ClusterKey | None) -> None:
+    world, p, d = pair_with(key, key)
+    hand_over(world, p, d)
+    assert d.failures == {}
+    assert d.holds([1, 2], p, [1, 2])
+    for each in (p, d):
+        each.crash()
 
 
 @pytest.mark.parametrize("first", [KEY, None])

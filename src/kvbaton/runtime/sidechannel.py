@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.kvbaton")
 _HEARTBEAT_INTERVAL_MS = 2000
 _HEARTBEAT_TIMEOUT_MS = 6000
 _PROBE_TIMEOUT_S = 5.0
-_HANDSHAKE_TIMEOUT_MS = 5000
+_HANDSHAKE_TIMEOUT_MS = 10_000
 """A stranger that connects and says nothing is put out after this."""
 
 MAX_WAITING_IN = 256

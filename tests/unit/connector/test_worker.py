@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+from kvbaton.cluster_key import make_key_file
 from kvbaton.connector.handover import StepHandover
 from kvbaton.connector.settings import ConnectorSettings
 from kvbaton.connector.worker import WorkerSide
@@ -144,3 +146,15 @@ def test_a_taken_port_is_found_before_the_model_loads() -> None:
         taken.listen()
         with pytest.raises(UsageError, match="side_channel_port"):
             Side("p", side_channel_port=taken.getsockname()[1])
+
+
+def test_a_key_open_to_others_ends_the_start_and_leaves_the_port_free(tmp_path: Path) -> None:
+    key = tmp_path / "cluster.key"
+    make_key_file(key)
+    key.chmod(0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        Side("p", cluster_key_file=str(key))
+    key.chmod(0o600)
+    side = Side("p", cluster_key_file=str(key), side_channel_host="0.0.0.0", advertised_host="gpu-7")
+    assert side.worker.address.host == "gpu-7"
+    side.worker.shutdown()
