@@ -193,7 +193,7 @@ class Storm:
 
     def land(self) -> None:
         for engine in (self.p, self.d):
-            for posted in engine.transport._posted.values():
+            for posted in engine.transport.posted.values():
                 posted.polls_left = 0
 
     def stall(self, awake: Engine) -> None:
@@ -253,11 +253,10 @@ class Storm:
         """Blocks of this engine that an operation in flight, of whichever side, reads or writes."""
         found = set[int]()
         for poster in (self.p, self.d):
-            for posted in poster.transport._posted.values():
-                if posted.progress is Progress.MOVING and posted.peer in self.world.fabric.ends:
-                    table = posted.descriptors
-                    starts = table.our_address if poster is engine else table.their_address
-                    for start, length in zip(starts.tolist(), table.length_bytes.tolist(), strict=True):
+            for posted in poster.transport.posted.values():
+                if posted.progress is Progress.MOVING and not posted.end.is_closed:
+                    for ours, theirs, length in posted.pieces:
+                        start = ours if poster is engine else theirs
                         offset = (start - engine.pool.ctypes.data) % (NUM_BLOCKS * BLOCK_BYTES)
                         found.update(range(offset // BLOCK_BYTES, (offset + length) // BLOCK_BYTES))
         return found

@@ -74,7 +74,7 @@ def test_reading_that_takes_longer_than_the_lease_renews_it() -> None:
         world.now_s += 1.0
         p.turn()
         d.turn()
-    for posted in d.transport._posted.values():
+    for posted in d.transport.posted.values():
         posted.polls_left = 0
     world.run()
     assert d.holds(D_BLOCKS, p, P_BLOCKS)
@@ -97,7 +97,7 @@ def test_what_was_read_after_the_lease_is_not_believed() -> None:
     for _ in range(9):
         world.now_s += 1.0
         d.turn()
-    for posted in d.transport._posted.values():
+    for posted in d.transport.posted.values():
         posted.polls_left = 0
     world.run(d)
     assert "lease ended" in d.failures[RequestId("d")]
@@ -146,7 +146,7 @@ def test_a_drain_that_the_reader_has_not_heard_of_does_not_renew_its_lease() -> 
     p.turn()
     d.turn()
     assert next(d.driver._destination._all_legs()).lease_until_s == until_s
-    for posted in d.transport._posted.values():
+    for posted in d.transport.posted.values():
         posted.polls_left = 0
     world.run()
     assert d.failures

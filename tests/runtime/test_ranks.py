@@ -192,7 +192,7 @@ def test_a_request_is_not_given_back_while_another_leg_of_it_still_moves(directi
     prefill[1].finish(held=False, aborted=True)
     turn_all(world.engines)
     assert not d.received
-    for posted in poster.transport._posted.values():
+    for posted in poster.transport.posted.values():
         posted.polls_left = 0
     world.run()
     assert d.received[D] == 1

@@ -103,7 +103,7 @@ def test_a_write_of_a_prefill_side_that_stays_silent_cannot_land_after_the_block
     wait_alone(world, d, 60)
     assert d.received[RequestId("d")] == 1
     reuse(d, D_BLOCKS)
-    for posted in p.transport._posted.values():
+    for posted in p.transport.posted.values():
         posted.polls_left = 0
     world.run()
     world.pass_time(60)

@@ -258,7 +258,7 @@ class Engine:
         """Something came through the transport that the driver is going to look at."""
         return (
             isinstance(self.rank.transport, LoopbackTransport)
-            and bool(self.transport._inbox)
+            and self.transport.has_arrivals
             and len(self.driver._destination) > 0
         )
 
@@ -277,7 +277,7 @@ class Engine:
         assert self.num_transfers == 0, f"{self.name} has transfers left"
         assert not self.rank.mover.is_busy, f"{self.name} has handles left"
         if isinstance(self.rank.transport, LoopbackTransport):
-            assert not self.transport._posted
+            assert not self.transport.posted
         assert self.sent + self.received == self.expected, f"{self.name} did not report every request exactly once"
         untouched = [block for block in range(NUM_BLOCKS) if block not in self.may_change]
         assert (self.pool[:, untouched] == self.before[:, untouched]).all(), f"{self.name} lost a canary"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -22,11 +23,31 @@ def nixl() -> Callable[[str], Transport]:
     return NixlTransport
 
 
-@pytest.fixture(params=["loopback", pytest.param("nixl", marks=pytest.mark.nixl)])
+def libfabric() -> Callable[[str], Transport]:
+    from kvbaton.transport.nixl import NixlTransport  # noqa: PLC0415
+
+    return lambda name: NixlTransport(name, ["LIBFABRIC"])
+
+
+def can_load(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+LIBFABRIC = pytest.param("libfabric", marks=pytest.mark.nixl)
+# NIXL's wheel lists this backend everywhere and brings no libfabric: it starts where the system has one.
+FABRICS = [LIBFABRIC] if can_load("libfabric.so.1") else []
+KINDS = {"loopback": loopback, "nixl": nixl, "libfabric": libfabric}
+
+
+@pytest.fixture(params=["loopback", pytest.param("nixl", marks=pytest.mark.nixl), *FABRICS])
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Transport]]:
     """Makes a transport of the kind under test; all of one test are closed at its end."""
     opened = list[Transport]()
-    kind = {"loopback": loopback, "nixl": nixl}[request.param]()
+    kind = KINDS[request.param]()
 
     def keep(name: str) -> Transport:
         opened.append(kind(name))

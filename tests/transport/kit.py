@@ -39,28 +39,38 @@ class Pair:
 
     def descriptors(self, pieces: Sequence[Piece]) -> Descriptors:
         """From a's point of view."""
-        columns = np.array(pieces, dtype=np.int64).reshape(-1, 3)
-        return Descriptors(
-            our_address=columns[:, 0] + self.a.address,
-            their_address=columns[:, 1] + self.b.address,
-            length_bytes=columns[:, 2].copy(),
-        )
+        return self.descriptors_to(self.b, pieces)
+
+    def descriptors_to(self, other: End, pieces: Sequence[Piece]) -> Descriptors:
+        return describe_pieces(self.a.address, other.address, pieces)
 
     def post(self, operation: Operation, pieces: Sequence[Piece], notification: bytes = b"") -> Handle:
         return self.a.transport.post(operation, self.b_at_a, self.descriptors(pieces), 0, notification)
 
     def finish(self, handle: Handle, num_notifications: int = 0) -> list[Arrival]:
         """The operation has moved its bytes and is released; what arrived at b meanwhile. Both ends let their library work."""
+        return self.finish_with(self.b, handle, num_notifications)
+
+    def finish_with(self, other: End, handle: Handle, num_notifications: int = 0) -> list[Arrival]:
         arrivals = list[Arrival]()
 
         def is_done() -> bool:
-            arrivals.extend(self.b.transport.arrivals())
+            arrivals.extend(other.transport.arrivals())
             self.a.transport.arrivals()
             return self.a.transport.poll(handle) is Progress.MOVED and len(arrivals) >= num_notifications
 
         until(is_done)
         until(lambda: self.a.transport.release(handle))
         return arrivals
+
+
+def describe_pieces(our_address: int, their_address: int, pieces: Sequence[Piece]) -> Descriptors:
+    columns = np.array(pieces, dtype=np.int64).reshape(-1, 3)
+    return Descriptors(
+        our_address=columns[:, 0] + our_address,
+        their_address=columns[:, 1] + their_address,
+        length_bytes=columns[:, 2].copy(),
+    )
 
 
 def make_end(make: Callable[[str], Transport], name: str, seed: int) -> End:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from kvbaton.errors import PeerLost, PostFailed, RegistrationFailed
 from kvbaton.transport.base import AgentName, Arrival, Operation, Progress, Span, Transport
-from tests.transport.kit import NUM_BYTES, Pair, make_end, until
+from tests.transport.kit import NUM_BYTES, Pair, make_end, make_pair, until
 
 WRITE, READ = Operation.WRITE, Operation.READ
 both = pytest.mark.parametrize("operation", Operation)
@@ -191,6 +192,130 @@ def test_close_is_idempotent_and_takes_what_is_in_flight_along(pair: Pair) -> No
     pair.a.transport.close()
     pair.a.transport.close()
     pair.b.transport.close()
+
+
+@both
+def test_adjacent_pieces_are_moved_each_to_its_place(pair: Pair, operation: Operation) -> None:
+    """Neighbours here that part ways there, and the other way round; a library may join what it can."""
+    pieces = [(0, 0, 64), (64, 64, 64), (128, 512, 64), (192, 576, 1), (193, 128, 3), (1024, 131, 61), (2048, 192, 64)]
+    wanted = expected(pair, operation, pieces)
+    pair.finish(pair.post(operation, pieces))
+    assert contents(pair) == wanted
+
+
+@both
+def test_a_piece_of_no_bytes_moves_nothing(pair: Pair, operation: Operation) -> None:
+    wanted = expected(pair, operation, [(8, 24, 16)])
+    pair.finish(pair.post(operation, [(0, 0, 0), (8, 24, 16), (100, 200, 0)]))
+    assert contents(pair) == wanted
+
+
+@both
+def test_all_registered_bytes_can_be_moved_to_the_last(pair: Pair, operation: Operation) -> None:
+    wanted = expected(pair, operation, [(0, 0, NUM_BYTES)])
+    pair.finish(pair.post(operation, [(0, 0, NUM_BYTES)]))
+    assert contents(pair) == wanted
+
+
+def test_each_notification_comes_after_its_own_data_also_among_many(pair: Pair) -> None:
+    pair.b.memory[:] = 0
+    pair.a.memory[:] = 7
+    handles = [pair.post(WRITE, [(1000 * i, 1000 * i, 1000)], b"%d" % i) for i in range(30)]
+    seen = set[int]()
+
+    def is_all() -> bool:
+        for handle in handles:
+            pair.a.transport.poll(handle)
+        for arrival in pair.b.transport.arrivals():
+            i = int(arrival.data)
+            assert (pair.b.memory[1000 * i : 1000 * i + 1000] == 7).all()
+            seen.add(i)
+        return len(seen) == 30
+
+    until(is_all)
+    for handle in handles:
+        pair.finish(handle)
+
+
+def test_what_was_disconnected_in_flight_ends_as_any_other_and_is_released_then(pair: Pair) -> None:
+    wanted = expected(pair, WRITE, PIECES)
+    handle = pair.post(WRITE, PIECES, b"landed")
+    pair.a.transport.disconnect(pair.b_at_a)
+    pair.finish(handle, num_notifications=1)
+    assert contents(pair) == wanted
+    with pytest.raises(PostFailed):
+        pair.post(WRITE, PIECES)
+
+
+@both
+def test_a_peer_may_be_left_and_met_again_while_something_is_in_flight(pair: Pair, operation: Operation) -> None:
+    first = pair.post(operation, PIECES)
+    pair.a.transport.disconnect(pair.b_at_a)
+    assert pair.a.transport.connect(pair.b.transport.local_metadata()) == pair.b_at_a
+    second = pair.post(operation, [(40000, 40000, 8)])
+    pair.finish(first)
+    pair.finish(second)
+    pair.finish(pair.post(operation, PIECES))
+
+
+def test_a_peer_that_closed_is_lost_within_bounded_time_and_others_are_not(
+    make: Callable[[str], Transport], pair: Pair
+) -> None:
+    pair.finish(pair.post(WRITE, PIECES))
+    third = make_end(make, "engine c/0/1", seed=3)
+    c_at_a = pair.a.transport.connect(third.transport.local_metadata())
+    pair.b.transport.close()
+    until(lambda: ends_badly(pair))
+    before = pair.b.memory.copy()
+    pair.a.memory[:] = 77
+    assert ends_badly(pair)
+    assert (pair.b.memory == before).all()
+    third.transport.connect(pair.a.transport.local_metadata())
+    pair.finish_with(third, pair.a.transport.post(WRITE, c_at_a, pair.descriptors_to(third, [(0, 0, 100)]), 0, b""))
+    assert (third.memory[:100] == pair.a.memory[:100]).all()
+
+
+def ends_badly(pair: Pair) -> bool:
+    """Posting raises, or the operation fails; either is an honest answer. Who has not noticed yet may also succeed."""
+    pair.a.transport.arrivals()
+    try:
+        handle = pair.post(WRITE, [(0, 0, 100)])
+    except PostFailed:
+        return True
+    until(lambda: pair.a.transport.poll(handle) is not Progress.MOVING)
+    progress = pair.a.transport.poll(handle)
+    until(lambda: pair.a.transport.release(handle))
+    return progress is Progress.FAILED
+
+
+def test_a_new_incarnation_under_the_same_name_is_met_with_its_new_metadata(make: Callable[[str], Transport]) -> None:
+    old = make_pair(make)
+    old.finish(old.post(WRITE, PIECES))
+    old.b.transport.close()
+    until(lambda: ends_badly(old))
+    reborn = make_end(make, "engine b/0/1", seed=5)
+    old.a.transport.disconnect(old.b_at_a)
+    assert old.a.transport.connect(reborn.transport.local_metadata()) == old.b_at_a
+    reborn.transport.connect(old.a.transport.local_metadata())
+    before = old.b.memory.copy()
+    pair = Pair(old.a, reborn, old.a_at_b, old.b_at_a)
+    wanted = expected(pair, WRITE, PIECES)
+    pair.finish(pair.post(WRITE, PIECES, b"again"), num_notifications=1)
+    assert contents(pair) == wanted
+    assert (old.b.memory == before).all()
+
+
+@pytest.mark.parametrize("is_released", [True, False])
+def test_close_after_operations_failed_is_quiet(pair: Pair, is_released: bool) -> None:
+    """Found: UCX aborted the process that closed right after a post to a dead peer had failed."""
+    pair.finish(pair.post(WRITE, PIECES))
+    pair.b.transport.close()
+    if is_released:
+        ends_badly(pair)
+    else:
+        with contextlib.suppress(PostFailed):
+            pair.post(WRITE, PIECES)
+    pair.a.transport.close()
 
 
 def test_the_name_is_what_was_given(pair: Pair) -> None:

@@ -1,6 +1,7 @@
 """The seam between the runtime and whatever moves bytes. Two implementations pass one conformance kit.
 
-Every method is called by the one thread that owns the transport; none may block on the network. Next: nixl.py.
+Once it is set up (`register`, `local_metadata`), every method is called by the one thread that owns the transport; none may
+block on the network. Next: nixl.py.
 """
 
 from __future__ import annotations
@@ -63,21 +64,29 @@ class Transport(ABC):
 
     @abstractmethod
     def disconnect(self, peer: AgentName) -> None:
-        """Nothing new can be posted to this peer. Idempotent."""
+        """Nothing new can be posted to this peer. What is in flight with it goes on, and is polled and released. Idempotent."""
 
     @abstractmethod
     def post(
         self, operation: Operation, peer: AgentName, descriptors: Descriptors, their_device_id: int, notification: bytes
     ) -> Handle:
-        """Starts moving bytes; after a WRITE has landed the peer receives `notification`. Raises PostFailed."""
+        """Starts moving bytes; after a WRITE has landed the peer receives `notification`. It may land in any order, and in
+        parts. Raises PostFailed; it may have moved bytes, but will move none.
+        """
 
     @abstractmethod
     def poll(self, handle: Handle) -> Progress:
-        """Where the operation stands; also lets the library work. A failed one may move bytes until it is released."""
+        """Where the operation stands; also lets the library work. A failed one may move bytes until it is released.
+
+        FAILED within bounded time when the peer's process is gone; MOVING for as long as it only stands still.
+        """
 
     @abstractmethod
     def release(self, handle: Handle) -> bool:
-        """Forgets a handle. False while the library cannot let go of it: bytes may still move, ask again."""
+        """True: no byte of it moves any more. False while that cannot be said, always while it is MOVING: ask again.
+
+        Only `close` ends an operation that does not end by itself. Idempotent.
+        """
 
     @abstractmethod
     def notify(self, peer: AgentName, notification: bytes) -> None:
@@ -89,4 +98,9 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Releases handles, links and registrations. Idempotent."""
+        """Releases handles, links and registrations. No operation of ours touches our memory any more, and nothing that a peer
+        has posted before lands in it.
+
+        Two holes that no library closes: what our WRITE has already handed to the network may still land at its peer, and a
+        peer on this host, which copies by itself inside `post`, may do so until its library has noticed. Idempotent.
+        """

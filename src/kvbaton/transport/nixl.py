@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import time
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 _PROGRESS = {"DONE": Progress.MOVED, "PROC": Progress.MOVING}
 _OPERATIONS = {Operation.WRITE: "WRITE", Operation.READ: "READ"}
+
+_SETTLE_S = 0.1
+"""After an error UCX aborts the process when it is closed before it has cleaned up, which takes it a few calls."""
 
 
 def load_nixl() -> tuple[ModuleType, tuple[type[Exception], ...]]:
@@ -75,6 +79,10 @@ class NixlTransport(Transport):
         self._handles: dict[Handle, nixl_xfer_handle] = {}
         self._next_handle = 0
         self._peers: set[AgentName] = set()
+        # Who each operation is with; and the peers that are only to be forgotten once nothing moves to or from them.
+        self._peer_of: dict[Handle, AgentName] = {}
+        self._leaving: set[AgentName] = set()
+        self._has_failed = False
         self._is_closed = False
 
     def register(self, spans: Sequence[Span], memory_kind: str) -> None:
@@ -108,20 +116,30 @@ class NixlTransport(Transport):
         except UnicodeDecodeError as error:
             raise PeerLost(f"the peer's NIXL agent has a name that is not text: {error}") from error
         self._peers.add(peer)
+        self._leaving.discard(peer)
         return peer
 
     def disconnect(self, peer: AgentName) -> None:
         if peer in self._peers:
             self._peers.discard(peer)
-            try:
-                self._agent.remove_remote_agent(peer)
-            except self._errors as error:
-                # Nothing can be posted to it any more either way; the library keeps some memory.
-                logging.getLogger(__name__).warning("NIXL could not forget peer %s: %s", peer, error)
+            self._leaving.add(peer)
+            self._forget_if_idle(peer)
+
+    def _forget_if_idle(self, peer: AgentName) -> None:
+        """NIXL calls everything failed that is in flight with a peer it forgets, and over TCP goes on moving the bytes."""
+        if peer not in self._leaving or peer in self._peer_of.values():
+            return
+        self._leaving.discard(peer)
+        try:
+            self._agent.remove_remote_agent(peer)
+        except self._errors as error:
+            # Nothing can be posted to it any more either way; the library keeps some memory.
+            logging.getLogger(__name__).warning("NIXL could not forget peer %s: %s", peer, error)
 
     def post(
         self, operation: Operation, peer: AgentName, descriptors: Descriptors, their_device_id: int, notification: bytes
     ) -> Handle:
+        self._require_connected(peer)
         ours = self._table(descriptors.our_address, descriptors.length_bytes, self._device_id)
         theirs = self._table(descriptors.their_address, descriptors.length_bytes, their_device_id)
         agent = self._agent
@@ -139,15 +157,24 @@ class NixlTransport(Transport):
         self._next_handle += 1
         # Kept from before it is posted: whatever happens next, the handle is released by name.
         self._handles[handle] = native
+        self._peer_of[handle] = peer
         try:
             status = agent.transfer(native)
         except self._errors as error:
-            self.release(handle)
+            self._discard(handle)
             raise PostFailed(f"NIXL could not post a {operation.value} to {peer}: {error}") from error
         if status not in _PROGRESS:
-            self.release(handle)
+            self._discard(handle)
             raise PostFailed(f"NIXL could not post a {operation.value} to {peer}: status {status}")
         return handle
+
+    def _require_connected(self, peer: AgentName) -> None:
+        if peer in self._leaving:
+            raise PostFailed(f"{peer} is disconnected")
+
+    def _discard(self, handle: Handle) -> None:
+        self._has_failed = True
+        self._let_go(handle)
 
     def _table(self, address: Int64Array, length_bytes: Int64Array, device_id: int) -> npt.NDArray[np.uint64]:
         table = np.empty((address.size, 3), dtype=np.uint64)
@@ -156,25 +183,31 @@ class NixlTransport(Transport):
 
     def poll(self, handle: Handle) -> Progress:
         try:
-            return _PROGRESS.get(self._agent.check_xfer_state(self._handles[handle]), Progress.FAILED)
+            progress = _PROGRESS.get(self._agent.check_xfer_state(self._handles[handle]), Progress.FAILED)
         except self._errors:
-            return Progress.FAILED
+            progress = Progress.FAILED
+        self._has_failed |= progress is Progress.FAILED
+        return progress
 
     def release(self, handle: Handle) -> bool:
-        native = self._handles.get(handle)
-        if native is None:
-            return True
+        # NIXL lets go of an operation at any time: it cancels it, and over TCP the bytes move all the same.
+        return handle not in self._handles or (self.poll(handle) is not Progress.MOVING and self._let_go(handle))
+
+    def _let_go(self, handle: Handle) -> bool:
         try:
-            native.release()
+            self._handles[handle].release()
         except self._errors:
             return False
         del self._handles[handle]
+        self._forget_if_idle(self._peer_of.pop(handle))
         return True
 
     def notify(self, peer: AgentName, notification: bytes) -> None:
+        self._require_connected(peer)
         try:
             self._agent.send_notif(peer, notification)
         except self._errors as error:
+            self._has_failed = True
             raise PostFailed(f"NIXL could not notify {peer}: {error}") from error
 
     def arrivals(self) -> list[Arrival]:
@@ -188,10 +221,12 @@ class NixlTransport(Transport):
         if self._is_closed:
             return
         self._is_closed = True
+        self._settle()
         for handle in list(self._handles):
-            self.release(handle)
-        for peer in list(self._peers):
-            self.disconnect(peer)
+            self._let_go(handle)
+        for peer in self._peers | self._leaving:
+            self._leaving.add(peer)
+            self._forget_if_idle(peer)
         if self._registration is not None:
             try:
                 self._agent.deregister_memory(self._registration)
@@ -201,3 +236,12 @@ class NixlTransport(Transport):
         # The library's worker and its connections end with the last reference; only then can nothing land any more.
         self._handles.clear()
         del self._agent
+
+    def _settle(self) -> None:
+        end_s = time.monotonic() + _SETTLE_S
+        while self._has_failed and time.monotonic() < end_s:
+            try:
+                self._agent.get_new_notifs()
+            except self._errors:
+                return
+            time.sleep(0.001)
