@@ -30,11 +30,11 @@ from kvbaton.runtime.events import (
     SourceFinished,
     SourceRevoked,
 )
+from kvbaton.runtime.journal import Journal
 from kvbaton.runtime.mover import Mover
 from kvbaton.runtime.peers import Peers, agent_name
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import SideChannel
-from kvbaton.runtime.trace import Trace
 from kvbaton.transport.base import Transport
 from kvbaton.transport.nixl import NixlTransport
 from kvbaton.types import EngineId, RequestId, TransferId
@@ -87,18 +87,16 @@ class WorkerSide:
 
         settings = self._settings
         path = settings.trace_path and settings.trace_path.replace("{rank}", str(self._rank_number))
-        source_trace = Trace(path, "prefill")
-        destination_trace = Trace(path, "decode")
+        journal = Journal(path)
         rank = Rank(
             hello=hello,
             open_transport=open_transport,
             transport=self._transport,
             channel=self._channel,
             peers=Peers(self._transport, layout),
-            mover=Mover(self._transport, source_trace, destination_trace),
+            mover=Mover(self._transport, journal),
             results=self._results,
-            source_trace=source_trace,
-            destination_trace=destination_trace,
+            journal=journal,
             deadlines=Deadlines(
                 open_s=max(settings.lease_s, settings.progress_timeout_s),
                 posting_s=settings.progress_timeout_s,

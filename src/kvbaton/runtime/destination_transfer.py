@@ -14,7 +14,7 @@ from kvbaton.protocol.rendezvous import Rendezvous
 from kvbaton.runtime.events import DestinationOpened
 from kvbaton.runtime.mover import Move
 from kvbaton.runtime.sidechannel import Endpoint
-from kvbaton.types import Direction, Outcome, TransferId
+from kvbaton.types import Direction, End, Outcome, TransferId
 
 
 @dataclass
@@ -68,6 +68,15 @@ class Leg:
     lease_until_s: float = float("inf")
     is_expecting: bool = False
     """A segment is known to be on its way."""
+    is_accepted: bool = False
+
+    @property
+    def end(self) -> End:
+        return End.DESTINATION
+
+    @property
+    def peer_name(self) -> str:
+        return f"{self.reception.opened.ticket.engine_id}/{self.rank}"
 
     @property
     def transfer_id(self) -> TransferId:

@@ -24,6 +24,7 @@ from kvbaton.runtime.events import (
     SourceOpened,
     SourceRevoked,
 )
+from kvbaton.runtime.metrics import DROPPED, Channel
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import Endpoint, Received
 from kvbaton.runtime.source import SourceEnd
@@ -117,6 +118,7 @@ class Driver:
         self._source.tick(now_s)
         self._destination.tick(now_s)
         self._rank.peers.forget_idle(now_s)
+        self._rank.journal.tally.peers_are(self._rank.peers.count(now_s))
         self._turned_s = now_s
 
     def _obey(self, command: Command, now_s: float) -> None:
@@ -145,6 +147,7 @@ class Driver:
             else:
                 self._source.receive(received.route, message, now_s)
         except RemoteProtocolError as error:
+            self._rank.journal.tally.count(DROPPED, Channel.SIDE_CHANNEL)
             logger.warning("Dropped a side-channel message: %s", error)
 
     def _watch_transport(self, now_s: float) -> None:
@@ -157,14 +160,14 @@ class Driver:
             try:
                 self._destination.arrived(arrival.sender, decode_notification(arrival.data), now_s)
             except RemoteProtocolError as error:
+                self._rank.journal.tally.count(DROPPED, Channel.TRANSPORT)
                 logger.warning("Dropped a notification from %s: %s", arrival.sender, error)
 
     def close(self) -> None:
         """Everything the driver owned is released. Idempotent; by the driver's thread, or where that never ran."""
         self._rank.transport.close()
         self._rank.channel.close()
-        self._rank.source_trace.close()
-        self._rank.destination_trace.close()
+        self._rank.journal.close()
 
 
 def _has_passed(command: SourceAdvanced) -> bool:

@@ -28,6 +28,7 @@ from kvbaton.protocol.messages import (
 from kvbaton.protocol.remembered import Remembered
 from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
 from kvbaton.runtime.events import SourceAdvanced, SourceFinished, SourceOpened, SourceRevoked
+from kvbaton.runtime.metrics import REFUSED, Why
 from kvbaton.runtime.mover import Settled
 from kvbaton.runtime.peers import Peer
 from kvbaton.runtime.rank import Rank
@@ -70,8 +71,8 @@ class SourceEnd:
             return
         transfer.frontier = command
         self._heard_of_engine(transfer, now_s)
-        self._rank.source_trace.emit(
-            "source_advanced", transfer.transfer_id, num_tokens=command.num_tokens, last=command.is_last
+        self._rank.journal.emit(
+            End.SOURCE, "source_advanced", transfer.transfer_id, num_tokens=command.num_tokens, last=command.is_last
         )
         for reader in transfer.open_readers():
             self._serving.match(transfer, reader, now_s)
@@ -87,7 +88,7 @@ class SourceEnd:
         for reader in transfer.open_readers():
             if reader.rendezvous.state is State.OFFERED:
                 reason = "the prefill request was preempted while its blocks were read"
-                self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason)
+                self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason, why=Why.PREEMPTED)
         self._maybe_release(transfer)
 
     def finished(self, command: SourceFinished, now_s: float) -> None:
@@ -148,12 +149,15 @@ class SourceEnd:
         transfer_id = TransferId(register.transfer_id)
         refusal = self._why_not(register, now_s)
         if refusal is not None:
+            self._rank.journal.tally.count(REFUSED, self._why_refused(register))
             self._serving.say_ended(caller, transfer_id, *refusal)
             return
         try:
             peer = self._greet(register, now_s)
         except BatonError as error:
             logger.warning("Transfer %s refused: %s", transfer_id, error)
+            self._rank.journal.no_handshake()
+            self._rank.journal.tally.count(REFUSED, Why.of(error))
             self._serving.say_ended(caller, transfer_id, Outcome.FAILED, str(error))
             return
         if peer is None:
@@ -169,7 +173,9 @@ class SourceEnd:
             peer.num_transfers += 1
             transfer.readers[register.from_incarnation] = reader
             transfer.num_readers = register.num_readers
-            self._rank.source_trace.emit("destination_known", transfer_id, direction=register.direction.value)
+            self._rank.journal.emit(
+                End.SOURCE, "destination_known", transfer_id, direction=register.direction.value, peer=peer.name
+            )
             if len(transfer.readers) == register.num_readers:
                 self._close_claim(transfer, Input.COMPLETE, now_s)
         self._serving.heard(reader, caller, now_s)
@@ -187,6 +193,12 @@ class SourceEnd:
         if memory.outcome is Outcome.DELIVERED:
             return Outcome.FAILED, "this transfer was delivered before; a new request needs a new transfer_id"
         return memory.outcome, memory.reason
+
+    def _why_refused(self, register: Register) -> Why:
+        if register.to_engine_id != self._rank.engine_id:
+            return Why.WRONG_ENGINE
+        transfer = self._transfers.get(TransferId(register.transfer_id))
+        return Why.OVER if transfer is None or transfer.claim.is_closed else Why.TAKEN
 
     def _greet(self, register: Register, now_s: float) -> Peer | None:
         """The sender, introduced now or before; None when it has to introduce itself first. Raises BatonError."""
@@ -229,7 +241,7 @@ class SourceEnd:
         reader = None if transfer is None else transfer.readers.get(message.from_incarnation)
         if transfer is not None and reader is not None and not reader.rendezvous.is_closed:
             reader.caller = caller
-            self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason)
+            self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason, why=Why.PEER_GAVE_UP)
             if reader.rendezvous.state is State.DRAINING:
                 self._serving.say(caller, Accepted(transfer_id))  # alive, and waiting for the transport
             return
@@ -248,7 +260,7 @@ class SourceEnd:
             if self._remembered.recall(transfer_id, now_s) is None:
                 self._remembered.add(transfer_id, Outcome.CANCELLED, reason, now_s)
         elif not transfer.readers:
-            self._close_claim(transfer, Input.CANCEL, now_s, reason)
+            self._close_claim(transfer, Input.CANCEL, now_s, reason, why=Why.PEER_GAVE_UP)
 
     def _ended(self, caller: Caller, message: Ended, now_s: float) -> None:
         transfer_id = TransferId(message.transfer_id)
@@ -265,7 +277,7 @@ class SourceEnd:
         elif message.outcome is Outcome.DELIVERED and reader.rendezvous.state is not State.POSTING:
             self._serving.feed(transfer, reader, Input.COMPLETE, now_s)
         else:
-            self._serving.feed(transfer, reader, Input.FAIL, now_s, message.reason)
+            self._serving.feed(transfer, reader, Input.FAIL, now_s, message.reason, why=Why.PEER_ENDED)
 
     def _connected(self, caller: Caller, now_s: float) -> None:
         for transfer in self._transfers.values():
@@ -290,7 +302,7 @@ class SourceEnd:
                 if transfer.is_computing:
                     transfer.claim.moved(now_s)
                 else:
-                    self._close_claim(transfer, Input.EXPIRE, now_s, _why_unclaimed(transfer))
+                    self._close_claim(transfer, Input.EXPIRE, now_s, _why_unclaimed(transfer), why=Why.NOBODY_CAME)
             for reader in transfer.open_readers():
                 self._serving.tick(transfer, reader, now_s)
 
@@ -306,9 +318,11 @@ class SourceEnd:
             self._maybe_release(transfer)
             self._serving.settled(transfer, reader, settled, now_s)
 
-    def _close_claim(self, transfer: SourceTransfer, what: Input, now_s: float, reason: str = "") -> None:
+    def _close_claim(
+        self, transfer: SourceTransfer, what: Input, now_s: float, reason: str = "", *, why: Why | None = None
+    ) -> None:
         """No further reader will be waited for. Nobody is there to be told."""
-        if Effect.REPORT in transfer.claim.handle(what, now_s, reason):
+        if Effect.REPORT in self._rank.journal.feed(transfer, what, now_s, reason, why=why):
             self._closed(transfer, transfer.claim, now_s)
 
     def _reader_closed(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:
@@ -324,11 +338,9 @@ class SourceEnd:
         outcome, reason = transfer.failure or (Outcome.DELIVERED, part.reason)
         del self._transfers[transfer.transfer_id]
         self._remembered.add(transfer.transfer_id, outcome, reason, now_s)
+        self._rank.journal.ended(End.SOURCE, transfer.transfer_id, outcome, direction=transfer.direction, reason=reason)
         if transfer.is_held and transfer.request_id is not None:
             self._rank.results.sent(transfer.request_id)
-        self._rank.source_trace.emit("closed", transfer.transfer_id, outcome=outcome.value, reason=reason)
-        if outcome is not Outcome.DELIVERED:
-            logger.info("Transfer %s ended at the prefill side: %s (%s)", transfer.transfer_id, outcome.value, reason)
 
     # -- what the loop needs to know ---------------------------------------------------------------------------------
 

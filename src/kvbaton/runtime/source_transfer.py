@@ -16,7 +16,7 @@ from kvbaton.runtime.events import SourceAdvanced
 from kvbaton.runtime.mover import Move
 from kvbaton.runtime.peers import Peer
 from kvbaton.runtime.sidechannel import Caller
-from kvbaton.types import Outcome, RequestId, TransferId
+from kvbaton.types import Direction, End, Outcome, RequestId, TransferId
 
 NEVER_S = float("-inf")
 
@@ -36,6 +36,18 @@ class Reader:
     move: Move | None = None
     offered_s: float | None = None
     offer: Offer | None = None
+
+    @property
+    def end(self) -> End:
+        return End.SOURCE
+
+    @property
+    def transfer_id(self) -> TransferId:
+        return TransferId(self.register.transfer_id)
+
+    @property
+    def peer_name(self) -> str:
+        return self.peer.name
 
     @property
     def num_in_flight(self) -> int:
@@ -60,6 +72,25 @@ class SourceTransfer:
     """How the first that did not deliver ended."""
     awaits_release: threading.Event | None = None
     """Somebody wants the blocks back and waits for our handles."""
+
+    @property
+    def end(self) -> End:
+        return End.SOURCE
+
+    @property
+    def peer_name(self) -> str:
+        """Of the readers that have not registered yet."""
+        return "unregistered"
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """That the transfer has as a whole, before and beside its readers'."""
+        return self.claim
+
+    @property
+    def direction(self) -> Direction | None:
+        """Known once somebody has registered."""
+        return next((reader.register.direction for reader in self.readers.values()), None)
 
     @property
     def is_computing(self) -> bool:
