@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,16 +23,18 @@ LONG_TOKENS = 200
 """Of an answer that is still coming when something happens."""
 
 
-def _prompts(seed: int, lengths: list[int]) -> list[Prompt]:
+def fresh_prompts(seed: int, lengths: list[int]) -> list[Prompt]:
     rng = random.Random(seed)
     return [tuple(rng.randrange(3, 256) for _ in range(length)) for length in lengths]
 
 
-SHORT = _prompts(1, [1, 20, 31, 32, 33, 64, 95, 100, 150, 200])
+SHORT = fresh_prompts(1, [1, 20, 31, 32, 33, 64, 95, 100, 150, 200])
 """Ten: asked in both directions they are the 20 requests that must succeed after every fault."""
-LONG = _prompts(2, [3500, 3501, 3502, 3503, 3504, 3505, 3506, 3507, 3508, 3509, 3510, 3511, 3512, 3513, 3514, 3515])
+LONG = fresh_prompts(
+    2, [3500, 3501, 3502, 3503, 3504, 3505, 3506, 3507, 3508, 3509, 3510, 3511, 3512, 3513, 3514, 3515]
+)
 """Eight chunks each, seconds of prefill; one for each test, so that no test finds another's KV in a cache."""
-CROWDED = _prompts(3, [500, 430, 610, 380, 550, 480, 590, 400, 520, 450, 570, 350])
+CROWDED = fresh_prompts(3, [500, 430, 610, 380, 550, 480, 590, 400, 520, 450, 570, 350])
 """Together several times what the tiny pools hold."""
 
 
@@ -56,6 +59,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Expected:
         return answers_of(deployment.router_url, wanted)
 
 
+@contextlib.contextmanager
 def start_pair(name: str, tmp: Path, **changes: object) -> Iterator[Pair]:
     spec = make_spec(name, tmp, connector=Connector.BATON, **changes)
     with Deployment(spec) as deployment, second_router(deployment, Direction.PULL) as pull_url:
@@ -65,7 +69,8 @@ def start_pair(name: str, tmp: Path, **changes: object) -> Iterator[Pair]:
 @pytest.fixture(scope="session")
 def pair(right: Expected, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Depends on `right`, so that the two never compete for the cores."""
-    yield from start_pair("faults", tmp_path_factory.mktemp("faults"))
+    with start_pair("faults", tmp_path_factory.mktemp("faults")) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

@@ -20,13 +20,14 @@ NUM_BLOCKS = 48
 
 @pytest.fixture(scope="module")
 def small_pair(right: Expected, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    yield from start_pair(
+    with start_pair(
         "pressure",
         tmp_path_factory.mktemp("faults"),
         max_model_len=1024,
         max_num_batched_tokens=128,
         engine_args=("--num-gpu-blocks-override", str(NUM_BLOCKS)),
-    )
+    ) as started:
+        yield started
 
 
 @pytest.mark.parametrize("direction", list(Direction))

@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.faults, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def recomputing_pair(right: Expected, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    yield from start_pair("recompute", tmp_path_factory.mktemp("faults"), kv_load_failure_policy="recompute")
+    with start_pair("recompute", tmp_path_factory.mktemp("faults"), kv_load_failure_policy="recompute") as started:
+        yield started
 
 
 def identity_of(prefill: Instance) -> dict[str, object]:

@@ -15,6 +15,17 @@ from tests.faults.conftest import SHORT
 pytestmark = [pytest.mark.engines, pytest.mark.faults, pytest.mark.timeout(900)]
 
 PROMPT = SHORT[-1]
+THREE: dict[str, object] = {
+    "model": "tiny",
+    "prompt": list(PROMPT),
+    "n": 3,
+    "max_tokens": 8,
+    "ignore_eos": True,
+    "return_token_ids": True,
+    # Only the likeliest token, as at temperature 0, where vLLM allows one choice only.
+    "temperature": 1,
+    "top_k": 1,
+}
 
 
 @pytest.mark.parametrize("is_streaming", [False, True], ids=["whole", "stream"])
@@ -38,7 +49,7 @@ def test_a_stop_token_first_ends_the_answer_on_both_sides(pair: Pair, right: Exp
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_three_choices_through_the_router(pair: Pair, right: Expected, direction: Direction) -> None:
-    answer = ask(pair.url(direction), PROMPT, n=3, max_tokens=8, return_token_ids=True)
+    answer = post(f"{pair.url(direction)}/v1/completions", THREE, timeout_s=60)
     assert answer.status == 200, answer.body
     choices = json.loads(answer.body)["choices"]
     assert [choice["token_ids"] for choice in choices] == [list(right[PROMPT][:8])] * 3
@@ -49,11 +60,7 @@ def test_three_choices_with_one_ticket_at_the_engine(pair: Pair, right: Expected
     """Routers that know nothing of `n` send it to the decode engine with the one ticket they have."""
     prefilled = ask(pair.prefill.url, PROMPT, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
     ticket = json.loads(prefilled.body)["kv_transfer_params"]
-    body: dict[str, object] = {
-        "model": "tiny", "prompt": list(PROMPT), "max_tokens": 8, "temperature": 0, "ignore_eos": True,
-        "n": 3, "return_token_ids": True, "kv_transfer_params": ticket,
-    }  # fmt: skip
-    answer = post(f"{pair.decode.url}/v1/completions", body, timeout_s=60)
+    answer = post(f"{pair.decode.url}/v1/completions", THREE | {"kv_transfer_params": ticket}, timeout_s=60)
     assert answer.status == 200, answer.body
     choices = json.loads(answer.body)["choices"]
     assert [choice["token_ids"] for choice in choices] == [list(right[PROMPT][:8])] * 3

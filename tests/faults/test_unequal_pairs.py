@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from kvbaton.types import Direction
 from tests.engines.conftest import Pair, make_spec, wait_until_empty
 from tests.engines.prompts import Prompt
 from tests.faults.asking import Expected, assert_all_right, verdicts
-from tests.faults.conftest import NUM_TOKENS, _prompts, answers_of, start_pair
+from tests.faults.conftest import NUM_TOKENS, answers_of, fresh_prompts, start_pair
 
 pytestmark = [
     pytest.mark.engines,
@@ -21,7 +23,7 @@ pytestmark = [
 ]
 
 PROMPTS: list[Prompt] = [
-    *_prompts(4, [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 511, 512, 513, 900, 1500]),
+    *fresh_prompts(4, [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 511, 512, 513, 900, 1500]),
 ]
 CONTINUED: list[Prompt] = [
     (*prompt, *range(10, 10 + extra)) for prompt, extra in zip(PROMPTS[8:], range(1, 90, 8), strict=False)
@@ -37,28 +39,36 @@ def assert_parity(pair: Pair, expected: Expected) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Expected]:
-    """By D's tensor-parallel size, which changes how sums are rounded."""
-    found: dict[int, Expected] = {}
-    for tp in (1, 2):
+def expected_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Expected]:
+    """What one engine answers, by D's tensor-parallel size, which changes how sums are rounded. Asked once for each."""
+
+    @functools.cache
+    def ask(tp: int) -> Expected:
         spec = make_spec(f"like-d-{tp}", tmp_path_factory.mktemp("faults"), connector=Connector.NONE, tp=tp)
         with Deployment(spec) as deployment:
-            found[tp] = answers_of(deployment.router_url, dict.fromkeys([*PROMPTS, *CONTINUED], NUM_TOKENS))
-    return found
+            return answers_of(deployment.router_url, dict.fromkeys([*PROMPTS, *CONTINUED], NUM_TOKENS))
+
+    return ask
 
 
 @pytest.mark.parametrize(("prefill_size", "decode_size"), [(32, 64), (64, 32), (32, 128), (128, 32), (128, 64)])
-def test_block_sizes(expected: dict[int, Expected], tmp_path: Path, prefill_size: int, decode_size: int) -> None:
+def test_block_sizes(
+    expected_of: Callable[[int], Expected], tmp_path: Path, prefill_size: int, decode_size: int
+) -> None:
     sizes = {
         "prefill_args": ("--block-size", str(prefill_size)),
         "decode_args": ("--block-size", str(decode_size)),
     }
-    for pair in start_pair("blocks", tmp_path, **sizes):
-        assert_parity(pair, expected[1])
+    right = expected_of(1)  # before the pair starts: three engines are too many for the cores
+    with start_pair("blocks", tmp_path, **sizes) as pair:
+        assert_parity(pair, right)
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1), (2, 2)])
-def test_tensor_parallel_sizes(expected: dict[int, Expected], tmp_path: Path, prefill_tp: int, decode_tp: int) -> None:
+def test_tensor_parallel_sizes(
+    expected_of: Callable[[int], Expected], tmp_path: Path, prefill_tp: int, decode_tp: int
+) -> None:
+    right = expected_of(decode_tp)
     # Both engines share the two cores; ranks of one engine need a core each.
-    for pair in start_pair("ranks", tmp_path, prefill_tp=prefill_tp, decode_tp=decode_tp, pin=False):
-        assert_parity(pair, expected[decode_tp])
+    with start_pair("ranks", tmp_path, prefill_tp=prefill_tp, decode_tp=decode_tp, pin=False) as pair:
+        assert_parity(pair, right)

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.geometry.descriptors import describe
+from kvbaton.geometry.heads import owned_heads
 from kvbaton.geometry.layout import KVLayout, Part, Region, plain
 from kvbaton.geometry.mapping import map_layouts
-from kvbaton.geometry.topology import num_readers, owned_heads, producers_of, unread_by_all
+from kvbaton.geometry.topology import num_readers, producers_of, unread_by_all
 from kvbaton.types import End
 
 NUM_BLOCKS = 12
@@ -179,11 +180,17 @@ def content(layer: str, head: int, token: int) -> tuple[int, int]:
     return number % 251, number // 251 % 251
 
 
-def lists(layout: KVLayout, ids: tuple[int, ...], num_tokens: int, *, drops_outside_windows: bool) -> list[list[int]]:
-    """Block lists per cache group; blocks wholly outside a window are null where the engine gave them back."""
+def lists(
+    layout: KVLayout, ids: tuple[int, ...], num_tokens: int, *, drops_outside_windows: bool, fills_tokens: int
+) -> list[list[int]]:
+    """Block lists per cache group; blocks wholly outside a window are null where the engine gave them back.
+
+    The source has those that share a block of `fills_tokens` with the window: decode's blocks are filled whole.
+    """
     found = []
     for size, window in zip(layout.block_size_tokens, layout.window_tokens, strict=True):
         needed_from = max(0, num_tokens - window) if window and drops_outside_windows else 0
+        needed_from -= needed_from % fills_tokens
         found.append([each if (index + 1) * size > needed_from else 0 for index, each in enumerate(ids)])
     return found
 
@@ -203,8 +210,11 @@ def move(source: tuple[KVLayout, Memory], target: tuple[KVLayout, Memory], promp
     ends = (source, target) if posts is End.SOURCE else (target, source)
     mapping = map_layouts(ends[0][0], ends[1][0], posts)
     drops = data.draw(st.booleans(), label="windows dropped")
-    at_source = lists(source[0], prompt.prefill_ids, prompt.num_tokens, drops_outside_windows=drops)
-    at_target = lists(target[0], prompt.decode_ids, prompt.num_tokens, drops_outside_windows=drops)
+    fills = target[0].block_size_tokens[0]
+    at_source, at_target = (
+        lists(each, ids, prompt.num_tokens, drops_outside_windows=drops, fills_tokens=fills)
+        for each, ids in ((source[0], prompt.prefill_ids), (target[0], prompt.decode_ids))
+    )
     ours, theirs = (at_source, at_target) if posts is End.SOURCE else (at_target, at_source)
     begin = prompt.first_token
     for end in prompt.cut_tokens:

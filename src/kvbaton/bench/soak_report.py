@@ -128,10 +128,9 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def summary(self) -> str:
         """The page."""
         verdict = "; ".join(self.complaints) or "every promise kept"
-        parts = [
-            f"# kvbaton bench soak: {self.title}",
-            f"**{verdict}**" + (f" ({self.stopped})" if self.stopped else ""),
-        ]
+        if self.stopped:
+            verdict = f"{self.stopped}; until then {verdict}"
+        parts = [f"# kvbaton bench soak: {self.title}", f"**{verdict}**"]
         parts.append("\n".join(self._facts()))
         parts.append("## Attempts\n\n" + markdown_table(self._verdict_rows()))
         failures = self._failure_rows()

@@ -74,7 +74,8 @@ def describe(
             _check(theirs, alike.theirs, end_token, "the peer's")
             ids = ours[starts // alike.ours.block_tokens], theirs[starts // alike.theirs.block_tokens]
             at_source, at_destination = ids if mapping.our_end is End.SOURCE else ids[::-1]
-            starts = _wanted(alike, at_source, at_destination, starts, needed_from)
+            destination = alike.theirs if mapping.our_end is End.SOURCE else alike.ours
+            starts = _wanted(destination, at_source, at_destination, starts, needed_from)
             parts.append(_describe_class(alike, ours, theirs, starts))
     return Descriptors(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
@@ -102,7 +103,7 @@ def _check(blocks: Int64Array, rows: Rows, end_token: int, whose: str) -> None:
 
 
 def _wanted(
-    alike: RegionClass,
+    destination: Rows,
     at_source: Int64Array,
     at_destination: Int64Array,
     starts: Int64Array,
@@ -110,9 +111,11 @@ def _wanted(
 ) -> Int64Array:
     """The chunks that have a place at the destination; the block ids at both sides are those of the chunks.
 
+    A destination's block that holds a needed token is filled whole: its engine may keep it for other prompts.
     Raises RemoteProtocolError when the source lacks one that the destination needs.
     """
-    is_lacking = (at_destination != 0) & (at_source == 0) & (starts + alike.chunk_tokens > needed_from)
+    block_end = (starts // destination.block_tokens + 1) * destination.block_tokens
+    is_lacking = (at_destination != 0) & (at_source == 0) & (block_end > needed_from)
     if is_lacking.any():
         raise RemoteProtocolError(
             f"the prefill side no longer holds token {int(starts[is_lacking][0])}, which the decode side needs"
@@ -124,17 +127,14 @@ def _wanted(
 def _describe_class(
     alike: RegionClass, ours: Int64Array, theirs: Int64Array, starts: Int64Array
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
+    if starts.size == 0:
+        return _NO_ROWS, _NO_ROWS, _NO_ROWS
+    pieces = alike.pieces
     our_row, our_chunk = _rows_of(alike.ours, ours, starts, alike.chunk_tokens)
     their_row, their_chunk = _rows_of(alike.theirs, theirs, starts, alike.chunk_tokens)
-    parts: list[tuple[Int64Array, Int64Array, Int64Array]] = []
-    for (our_place, their_place), pieces in alike.pieces.items():
-        here = (our_chunk == our_place) & (their_chunk == their_place)
-        our_offset = (our_row[here, None] + pieces.ours[None, :]).ravel()
-        their_offset = (their_row[here, None] + pieces.theirs[None, :]).ravel()
-        parts.append((our_offset, their_offset, np.tile(pieces.length_bytes, int(np.count_nonzero(here)))))
-    our_offset, their_offset, length = (np.concatenate(column) for column in zip(*parts, strict=True))
-    if length.size == 0:
-        return _NO_ROWS, _NO_ROWS, _NO_ROWS
+    our_offset = (our_row[:, None] + our_chunk[:, None] * pieces.our_step + pieces.ours).ravel()
+    their_offset = (their_row[:, None] + their_chunk[:, None] * pieces.their_step + pieces.theirs).ravel()
+    length = np.tile(pieces.length_bytes, starts.size)
     our_offset, their_offset, length = join(our_offset, their_offset, length)
     our_address = alike.our_base[:, None] + our_offset[None, :]
     their_address = alike.their_base[:, None] + their_offset[None, :]

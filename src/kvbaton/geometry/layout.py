@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from kvbaton.errors import RemoteProtocolError
+from kvbaton.geometry.heads import owned_heads
 
 MAX_REGIONS = 4096
 MAX_ADDRESS = 1 << 63
@@ -108,7 +109,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     pp_rank: int
 
     def validate(self) -> None:
-        """Raises RemoteProtocolError when the layout contradicts itself; a peer's layout is checked before it is used."""
+        """Returns when every address that a mapping can make lies inside its region, and the numbers are bounded.
+
+        Raises RemoteProtocolError when the layout contradicts itself, Incompatible when heads do not divide over ranks.
+        """
         if not 0 < len(self.regions) <= MAX_REGIONS:
             raise RemoteProtocolError(f"layout has {len(self.regions)} regions; expected 1 to {MAX_REGIONS}")
         num_groups = len(self.block_size_tokens)
@@ -146,6 +150,12 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         )
         if not sane:
             raise RemoteProtocolError(f"layout region {region.layer!r} is not addressable: {region}")
+        num_owned = len(owned_heads(region.total_heads, self.tp_size, self.tp_rank))
+        if region.num_heads != num_owned:
+            raise RemoteProtocolError(
+                f"layout region {region.layer!r} has {region.num_heads} heads on tensor-parallel rank {self.tp_rank} of "
+                f"{self.tp_size}; of {region.total_heads} it holds {num_owned}"
+            )
 
 
 def _is_sane(part: Part, row_tokens: int) -> bool:

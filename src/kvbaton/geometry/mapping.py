@@ -7,6 +7,7 @@ same for every chunk at the same place in its row, of all regions of the same sh
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbaton.errors import Incompatible
-from kvbaton.geometry.layout import KVLayout, Region
+from kvbaton.geometry.layout import KVLayout, Part, Region
 from kvbaton.geometry.topology import heads_between
 from kvbaton.types import End
 
@@ -36,26 +37,28 @@ class Rows:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A chunk's contiguous stretches; int64[num_pieces] each, the offsets from the beginning of its row."""
+    """A chunk's contiguous stretches; int64[num_pieces] each.
+
+    In chunk `c` of a row, a piece is at `ours + c * our_step` from the beginning of the row; so is it at the peer.
+    """
 
     ours: Int64Array
     theirs: Int64Array
     length_bytes: Int64Array
+    our_step: Int64Array
+    their_step: Int64Array
 
 
 @dataclass(frozen=True)
 class RegionClass:
-    """Paired regions of the same shape; they differ in their addresses only. `our_base`, `their_base`: int64[num_regions].
-
-    `pieces` by (which chunk of our row, which chunk of theirs).
-    """
+    """Paired regions of the same shape; they differ in their addresses only. `our_base`, `their_base`: int64[num_regions]."""
 
     chunk_tokens: int
     ours: Rows
     theirs: Rows
     our_base: Int64Array
     their_base: Int64Array
-    pieces: dict[tuple[int, int], Pieces]
+    pieces: Pieces
 
 
 @dataclass(frozen=True)
@@ -162,13 +165,7 @@ def _classes(ours: KVLayout, theirs: KVLayout, members: list[tuple[Region, Regio
     for alike in by_shape.values():
         mine, other, heads = alike[0]
         chunk_tokens = _chunk_tokens(mine, other)
-        pieces = {
-            (our_chunk, their_chunk): _pieces(
-                ours, theirs, (mine, other), heads, (our_chunk, their_chunk), chunk_tokens
-            )
-            for our_chunk in range(mine.row_tokens // chunk_tokens)
-            for their_chunk in range(other.row_tokens // chunk_tokens)
-        }
+        pieces = _pieces(ours, theirs, (mine, other), heads, chunk_tokens)
         bases = sorted((each[0].base_address, each[1].base_address) for each in alike)
         for our_base, their_base, num_regions in _fuse(bases, pieces):
             classes.append(
@@ -178,7 +175,7 @@ def _classes(ours: KVLayout, theirs: KVLayout, members: list[tuple[Region, Regio
                     theirs=_rows(theirs, other),
                     our_base=our_base,
                     their_base=their_base,
-                    pieces={at: Pieces(p.ours, p.theirs, p.length_bytes * num_regions) for at, p in pieces.items()},
+                    pieces=dataclasses.replace(pieces, length_bytes=pieces.length_bytes * num_regions),
                 )
             )
     return tuple(classes)
@@ -192,12 +189,14 @@ def _shape(region: Region) -> tuple[object, ...]:
 def _chunk_tokens(mine: Region, other: Region) -> int:
     """The most tokens that never cross a row on either side. Raises Incompatible where that would part packed tokens."""
     chunk_tokens = math.gcd(mine.row_tokens, other.row_tokens)
-    packed = math.lcm(*(part.packed_tokens for part in (*mine.parts, *other.parts)))
-    if chunk_tokens % packed:
-        raise Incompatible(
-            f"block size differs: {mine.row_tokens} on this engine, {other.row_tokens} on the peer, and the attention "
-            f"kernel packs {packed} tokens of layer {mine.layer} together. Start both engines with the same block size."
-        )
+    for here, there in zip(mine.parts, other.parts, strict=True):
+        units = [(part.packed_tokens, part.num_units, part.unit_bytes) for part in (here, there)]
+        if units[0] != units[1] or chunk_tokens % here.packed_tokens:
+            raise Incompatible(
+                f"block size differs: {mine.row_tokens} on this engine, {other.row_tokens} on the peer, and the attention "
+                f"kernel packs {here.packed_tokens} and {there.packed_tokens} tokens of layer {mine.layer} together. "
+                "Start both engines with the same block size."
+            )
     return chunk_tokens
 
 
@@ -211,35 +210,33 @@ def _rows(layout: KVLayout, region: Region) -> Rows:
 
 
 def _pieces(
-    ours: KVLayout,
-    theirs: KVLayout,
-    regions: tuple[Region, Region],
-    heads: range,
-    chunks: tuple[int, int],
-    chunk_tokens: int,
+    ours: KVLayout, theirs: KVLayout, regions: tuple[Region, Region], heads: range, chunk_tokens: int
 ) -> Pieces:
-    """The stretches of one chunk, as few as possible."""
-    our_offset = _offsets(ours, regions[0], heads, chunks[0], chunk_tokens)
-    their_offset = _offsets(theirs, regions[1], heads, chunks[1], chunk_tokens)
-    length = [
-        np.full(len(heads) * (chunk_tokens // part.packed_tokens) * part.num_units, part.unit_bytes, dtype=np.int64)
-        for part in regions[0].parts
-    ]
-    return Pieces(*join(our_offset, their_offset, np.concatenate(length)))
+    """The stretches of one chunk, as few as possible: joined within a part, and across parts where a chunk is a row."""
+    parts: list[tuple[Int64Array, ...]] = []
+    for here, there in zip(regions[0].parts, regions[1].parts, strict=True):
+        our_offset = _offsets(ours, regions[0], here, heads, chunk_tokens)
+        their_offset = _offsets(theirs, regions[1], there, heads, chunk_tokens)
+        joined = join(our_offset, their_offset, np.full(our_offset.size, here.unit_bytes, dtype=np.int64))
+        num_groups = chunk_tokens // here.packed_tokens
+        steps = (
+            np.full(joined[0].size, num_groups * part.group_stride_bytes, dtype=np.int64) for part in (here, there)
+        )
+        parts.append((*joined, *steps))
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    if chunk_tokens == regions[0].row_tokens == regions[1].row_tokens:
+        joined = join(*columns[:3])
+        return Pieces(*joined, *(np.zeros(joined[0].size, dtype=np.int64) for _ in range(2)))
+    return Pieces(*columns)
 
 
-def _offsets(layout: KVLayout, region: Region, heads: range, chunk: int, chunk_tokens: int) -> Int64Array:
-    """Of every unit of every group of every head of the chunk, part by part, from the beginning of the row."""
+def _offsets(layout: KVLayout, region: Region, part: Part, heads: range, num_tokens: int) -> Int64Array:
+    """Of every unit of every group of every head of a row's first tokens, from the beginning of the row."""
     first = layout.tp_rank * region.total_heads // layout.tp_size
     numbers = np.arange(heads.start - first, heads.stop - first, dtype=np.int64) * region.head_stride_bytes
-    found = []
-    for part in region.parts:
-        num_groups = chunk_tokens // part.packed_tokens
-        groups = np.arange(chunk * num_groups, (chunk + 1) * num_groups, dtype=np.int64) * part.group_stride_bytes
-        units = np.arange(part.num_units, dtype=np.int64) * part.unit_stride_bytes
-        grid = numbers[:, None, None] + groups[None, :, None] + units[None, None, :]
-        found.append(part.offset_bytes + grid.ravel())
-    return np.concatenate(found)
+    groups = np.arange(num_tokens // part.packed_tokens, dtype=np.int64) * part.group_stride_bytes
+    units = np.arange(part.num_units, dtype=np.int64) * part.unit_stride_bytes
+    return part.offset_bytes + (numbers[:, None, None] + groups[None, :, None] + units[None, None, :]).ravel()
 
 
 def join(ours: Int64Array, theirs: Int64Array, length: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -252,14 +249,12 @@ def join(ours: Int64Array, theirs: Int64Array, length: Int64Array) -> tuple[Int6
     return ours[starts], theirs[starts], total
 
 
-def _fuse(
-    bases: list[tuple[int, int]], pieces: dict[tuple[int, int], Pieces]
-) -> list[tuple[Int64Array, Int64Array, int]]:
+def _fuse(bases: list[tuple[int, int]], pieces: Pieces) -> list[tuple[Int64Array, Int64Array, int]]:
     """(our bases, their bases, how many regions each stands for): regions whose every piece abuts the next one's are one.
 
     So is vLLM's block-outermost family: all layers of a block in one stretch, or of a head of a block.
     """
-    lengths = {int(length) for each in pieces.values() for length in each.length_bytes}
+    lengths = set(pieces.length_bytes.tolist())
     step = lengths.pop() if len(lengths) == 1 else None  # no distance fits pieces of several lengths
     runs: list[list[int]] = []  # [our base, their base, number of regions]
     for our_base, their_base in bases:

@@ -7,18 +7,8 @@ that hold the same head, decode rank `j` takes the `(j mod copies)`-th, so that 
 from __future__ import annotations
 
 from kvbaton.errors import Incompatible
+from kvbaton.geometry.heads import num_copies, owned_heads
 from kvbaton.geometry.layout import MAX_RANKS, KVLayout
-
-
-def owned_heads(total_heads: int, tp_size: int, tp_rank: int) -> range:
-    """The heads, numbered over the whole model, of which rank `tp_rank` holds the KV. Raises Incompatible."""
-    if max(total_heads, tp_size) % min(total_heads, tp_size):
-        raise Incompatible(
-            f"{total_heads} KV heads cannot be spread over {tp_size} tensor-parallel ranks. Use a tensor-parallel size "
-            "that divides the number of KV heads, or is a multiple of it."
-        )
-    first = tp_rank * total_heads // tp_size
-    return range(first, first + max(1, total_heads // tp_size))
 
 
 def heads_between(
@@ -27,8 +17,8 @@ def heads_between(
     """The heads that this decode rank takes from this prefill rank; none where it takes a copy elsewhere."""
     held = owned_heads(total_heads, prefill_tp_size, prefill_tp_rank)
     wanted = owned_heads(total_heads, decode_tp_size, decode_tp_rank)
-    num_copies = max(1, prefill_tp_size // total_heads)
-    if prefill_tp_rank % num_copies != decode_tp_rank % num_copies:
+    copies = num_copies(total_heads, prefill_tp_size)
+    if prefill_tp_rank % copies != decode_tp_rank % copies:
         return range(0)
     return range(max(held.start, wanted.start), min(held.stop, wanted.stop))
 
@@ -46,9 +36,9 @@ def _totals(layout: KVLayout) -> set[int]:
 
 
 def _check_size(prefill_tp_size: int, prefill_pp_size: int) -> None:
-    if prefill_tp_size * prefill_pp_size > MAX_RANKS:
+    if min(prefill_tp_size, prefill_pp_size) < 1 or prefill_tp_size * prefill_pp_size > MAX_RANKS:
         raise Incompatible(
-            f"a prefill engine of {prefill_tp_size} x {prefill_pp_size} ranks; at most {MAX_RANKS} are supported"
+            f"a prefill engine of {prefill_tp_size} x {prefill_pp_size} ranks; 1 to {MAX_RANKS} are supported"
         )
 
 

@@ -143,3 +143,17 @@ def test_a_first_token_inside_a_block_is_refused() -> None:
 
 def test_a_segment_ends_where_no_block_of_either_side_is_cut() -> None:
     assert alignment_tokens((16, 24), (32,)) == 96
+
+
+def test_a_destination_block_that_the_window_touches_is_filled_whole_or_not_at_all() -> None:
+    """Found: half-filled, it stayed in decode's prefix cache, and a shorter prompt would have read the other half."""
+    ours, theirs = of(dense(), window=3), of(dense(base=50000, tokens=8), block=8, window=3)
+    with pytest.raises(RemoteProtocolError, match="no longer holds token 0"):
+        whole(pair(ours, theirs), [[0, 2]], [[1]], 8)  # token 5 on; the source let go of 0 to 3
+    with pytest.raises(RemoteProtocolError, match="no longer holds token 0"):
+        whole(pair(theirs, ours, End.DESTINATION), [[1]], [[0, 2]], 8)
+
+
+def test_a_destination_block_that_the_window_has_passed_stays_as_it_is() -> None:
+    ours, theirs = of(dense(), window=3), of(dense(base=50000, tokens=8), block=8, window=3)
+    assert whole(pair(ours, theirs), [[0, 0, 0, 0, 5]], [[1, 2, 3]], 20) == [(10020, 50024, 4)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.errors import RemoteProtocolError
+from kvbaton.errors import Incompatible, RemoteProtocolError
 from kvbaton.geometry.layout import MAX_REGIONS, Part, bytes_per_token, plain
 from tests.unit.geometry.layouts import layout, region
 
@@ -84,3 +84,11 @@ def test_bytes_per_token_counts_every_head_of_every_layer() -> None:
 def test_a_layout_that_contradicts_itself_is_refused_by_name(broken: object, named: str) -> None:
     with pytest.raises(RemoteProtocolError, match=named):
         broken.validate()  # type: ignore[attr-defined]
+
+
+def test_heads_that_the_rank_cannot_have_are_refused() -> None:
+    """Found: one head of eight on the only rank was believed, and the other seven were addressed behind the region's end."""
+    with pytest.raises(RemoteProtocolError, match="'x' has 1 heads on tensor-parallel rank 0 of 1; of 8 it holds 8"):
+        layout(region("x", num_heads=1, total_heads=8)).validate()
+    with pytest.raises(Incompatible, match="2 KV heads cannot be spread over 3"):
+        layout(tp_size=3).validate()

@@ -92,9 +92,7 @@ def test_layers_that_abut_on_both_sides_count_as_one() -> None:
     """Block-outermost caches: all layers of a block in one stretch. Hundreds of descriptors become one."""
     together = tuple(region(f"layer.{i}", base_address=4096 + 128 * i, row_stride_bytes=512) for i in range(4))
     (pair,) = map_layouts(layout(*together), layout(*together), SOURCE).pairs
-    assert [(each.our_base.tolist(), each.pieces[0, 0].length_bytes.tolist()) for each in pair.classes] == [
-        ([4096], [512])
-    ]
+    assert [(each.our_base.tolist(), each.pieces.length_bytes.tolist()) for each in pair.classes] == [([4096], [512])]
 
 
 def test_tokens_that_are_packed_together_are_never_parted() -> None:
@@ -106,7 +104,9 @@ def test_tokens_that_are_packed_together_are_never_parted() -> None:
     theirs = layout(larger, region("layer.1", base_address=1 << 20, row_tokens=8), block_size_tokens=(48,))
     map_layouts(mine, theirs, SOURCE)
     smaller = region("layer.0", parts=(Part(0, 8, 64, 1, 64, 64),), head_stride_bytes=1024, row_tokens=24)
-    with pytest.raises(Incompatible, match=r"block size differs: 16 on this engine, 24 on the peer.*packs 16 tokens"):
+    with pytest.raises(
+        Incompatible, match=r"block size differs: 16 on this engine, 24 on the peer.*packs 16 and 8 tokens"
+    ):
         map_layouts(mine, layout(smaller, region("layer.1"), block_size_tokens=(48,)), SOURCE)
 
 
@@ -138,3 +138,25 @@ def test_a_copy_that_is_taken_elsewhere_moves_nothing() -> None:
     mine = layout(*latent, tp_size=2, tp_rank=1, num_kv_heads=1)
     theirs = layout(*latent, num_kv_heads=1)
     assert map_layouts(mine, theirs, SOURCE).pairs == ()
+
+
+def test_the_peer_cannot_choose_how_long_we_prepare() -> None:
+    """Found: the work was (chunks in our row) x (chunks in theirs); coprime rows kept the transfer thread for minutes."""
+    rows = {"row_tokens": (1 << 18) - 1, "row_stride_bytes": 1 << 30, "num_heads": 1, "total_heads": 1, "num_rows": 2}
+    theirs = layout(region("layer.0", **rows), block_size_tokens=((1 << 18) - 1,))
+    theirs.validate()
+    ours = layout(region("layer.0", num_heads=1, total_heads=1))
+    ((alike,),) = (pair.classes for pair in map_layouts(ours, theirs, SOURCE).pairs)
+    assert (alike.chunk_tokens, alike.pieces.ours.size) == (1, 1)
+
+
+@pytest.mark.parametrize("other", [(8, 1, 64), (16, 2, 64)])
+def test_packed_tokens_that_a_peer_packs_otherwise_are_refused(other: tuple[int, int, int]) -> None:
+    """Found: the pieces of the two sides were counted differently, and the transfer thread ended in an IndexError."""
+    mine = layout(region("layer.0", parts=(Part(0, 16, 128, 1, 128, 128),), head_stride_bytes=1024))
+    packed, num_units, unit_bytes = other
+    parts = (Part(0, packed, 64, num_units, 64, unit_bytes),)
+    theirs = layout(region("layer.0", parts=parts, head_stride_bytes=1024))
+    for pair in ((mine, theirs), (theirs, mine)):
+        with pytest.raises(Incompatible, match="Start both engines with the same block size"):
+            map_layouts(pair[0], pair[1], SOURCE)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.errors import Incompatible
+from kvbaton.geometry.heads import owned_heads
 from kvbaton.geometry.layout import KVLayout
-from kvbaton.geometry.topology import heads_between, num_readers, owned_heads, producers_of, unread_by_all
+from kvbaton.geometry.topology import heads_between, num_readers, producers_of, unread_by_all
 from tests.unit.geometry.layouts import layout, region
 
 
@@ -58,5 +59,7 @@ def test_copies_that_nobody_takes_are_known() -> None:
 def test_a_ticket_of_absurd_sizes_costs_nothing() -> None:
     """Found: sizes come from a request's params; a loop over their product would have stopped the transfer thread."""
     for absurd in (producers_of, unread_by_all):
-        with pytest.raises(Incompatible, match="at most 4096"):
+        with pytest.raises(Incompatible, match="1 to 4096 are supported"):
             absurd(of(1), 4096, 4096)
+        with pytest.raises(Incompatible, match="0 x 1 ranks"):
+            absurd(of(1), 0, 1)
