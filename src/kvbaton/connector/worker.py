@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvbaton.connector.handover import RankAddress, StepHandover
 from kvbaton.connector.settings import ConnectorSettings
+from kvbaton.connector.stats import BatonStats
 from kvbaton.geometry.layout import KVLayout
 from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
 from kvbaton.protocol.rendezvous import Deadlines
@@ -35,6 +36,7 @@ from kvbaton.runtime.mover import Mover
 from kvbaton.runtime.peers import Peers, agent_name
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import SideChannel
+from kvbaton.runtime.tally import Tally
 from kvbaton.transport.base import Transport
 from kvbaton.transport.nixl import NixlTransport
 from kvbaton.types import EngineId, RequestId, TransferId
@@ -59,6 +61,7 @@ class WorkerSide:
         self._channel = SideChannel(settings.side_channel_host, port)
         self._transport = NixlTransport(agent_name(engine_id, rank, self._incarnation), settings.backends)
         self._results = Results()
+        self._tally = Tally(settings.report_wait_s)
         self._driver: Driver | None = None
         self._loading: set[RequestId] = set()
         self._held: set[RequestId] = set()
@@ -87,7 +90,7 @@ class WorkerSide:
 
         settings = self._settings
         path = settings.trace_path and settings.trace_path.replace("{rank}", str(self._rank_number))
-        journal = Journal(path)
+        journal = Journal(path, self._tally)
         rank = Rank(
             hello=hello,
             open_transport=open_transport,
@@ -164,6 +167,11 @@ class WorkerSide:
         self._loading -= batch.received
         self._held -= batch.sent
         return batch
+
+    def take_stats(self) -> BatonStats | None:
+        """What was counted since the last call; None when there is nothing new."""
+        snapshot = self._tally.take(time.monotonic())
+        return None if snapshot is None else BatonStats.of(self._rank_number, snapshot)
 
     def shutdown(self) -> None:
         """Idempotent."""

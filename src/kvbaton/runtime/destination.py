@@ -39,6 +39,7 @@ from kvbaton.runtime.mover import Move, Settled
 from kvbaton.runtime.peers import CONNECT_TIMEOUT_S, is_agent_of
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import Endpoint
+from kvbaton.runtime.waiting import decode_sentence
 from kvbaton.transport.base import AgentName, Operation
 from kvbaton.types import Direction, End, Outcome, RequestId, TransferId
 
@@ -97,6 +98,7 @@ class DestinationEnd:
     def _open(self, reception: Reception, now_s: float) -> None:
         command = reception.opened
         self._receptions[command.request_id] = reception
+        self._rank.journal.tally.wait_begins(End.DESTINATION, command.request_id, reception.num_blocks, now_s)
         self._legs.setdefault(reception.transfer_id, []).extend(reception.legs)
         self._rank.journal.emit(
             End.DESTINATION,
@@ -358,6 +360,10 @@ class DestinationEnd:
             elif now_s >= leg.renew_at_s:
                 leg.renew_at_s = now_s + self._renew_interval_s
                 self._remind(leg)
+        for key, waited_s in self._rank.journal.tally.long_waits(End.DESTINATION, now_s):
+            leg = next(self._receptions[RequestId(key)].open_legs())
+            wait = leg.wait(waited_s, self._lines.find(leg.endpoint), now_s)
+            self._rank.journal.waiting(decode_sentence(wait), waited_s)
         self._lines.forget_idle((leg.endpoint for leg in self._all_legs()), now_s)
 
     def _cut_off(self, leg: Leg, now_s: float) -> None:
@@ -453,6 +459,7 @@ class DestinationEnd:
 
     def _report(self, reception: Reception) -> None:
         outcome, reason = reception.failure or (Outcome.DELIVERED, "")
+        self._rank.journal.tally.wait_ends(End.DESTINATION, reception.opened.request_id)
         self._rank.journal.ended(
             End.DESTINATION,
             reception.transfer_id,

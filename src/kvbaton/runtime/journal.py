@@ -32,6 +32,8 @@ from kvbaton.types import Direction, End, Outcome, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
 
+WORRYING_WAIT_S = 30.0
+
 _BARE = re.compile(r"[\w./:@+-]+", re.ASCII)
 
 _BY_INPUT = {Input.CANCEL: Why.GIVEN_UP, Input.EXPIRE: Why.SILENCE, Input.LOST: Why.PEER_LOST}
@@ -104,7 +106,6 @@ class Journal:
     ) -> None:
         """All of a request's legs at this end are over."""
         why = self._why.pop((end, transfer_id), Why.OTHER)
-        self.tally.wait_ends(end, transfer_id)
         self.tally.count(TRANSFERS, end, Way.UNKNOWN if direction is None else Way(direction.value), outcome)
         if outcome is not Outcome.DELIVERED:
             self.tally.count(UNDELIVERED, end, outcome, why)
@@ -112,6 +113,10 @@ class Journal:
             self.tally.count(EXPIRED)
         fields: dict[str, TraceField] = {} if num_bytes is None else {"num_bytes": num_bytes}
         self._traces[end].emit("closed", transfer_id, outcome=outcome.value, reason=reason, **fields)
+
+    def waiting(self, sentence: str, waited_s: float) -> None:
+        """Said of a wait that is long, and again when it has become longer."""
+        logger.log(logging.INFO if waited_s < WORRYING_WAIT_S else logging.WARNING, "%s.", sentence)
 
     def emit(self, end: End, event: str, transfer_id: TransferId, **fields: TraceField) -> None:
         """An event for the timeline alone."""

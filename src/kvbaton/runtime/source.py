@@ -35,6 +35,7 @@ from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.serving import Serving
 from kvbaton.runtime.sidechannel import Caller
 from kvbaton.runtime.source_transfer import NEVER_S, Reader, SourceTransfer
+from kvbaton.runtime.waiting import prefill_sentence
 from kvbaton.types import End, Outcome, RequestId, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
@@ -63,6 +64,7 @@ class SourceEnd:
             )  # fmt: skip
             return
         transfer.request_id = command.request_id
+        self._rank.journal.tally.wait_ends(End.SOURCE, transfer.transfer_id)
         self._heard_of_engine(transfer, now_s)
 
     def advanced(self, command: SourceAdvanced, now_s: float) -> None:
@@ -100,6 +102,8 @@ class SourceEnd:
             return
         transfer.is_engine_done = True
         transfer.is_held = command.is_held
+        if command.is_held:
+            self._rank.journal.tally.wait_begins(End.SOURCE, transfer.transfer_id, transfer.num_blocks, now_s)
         self._heard_of_engine(transfer, now_s)
         if command.is_aborted:
             self._cancel_all(transfer, now_s, "the prefill request was aborted")
@@ -173,6 +177,8 @@ class SourceEnd:
             peer.num_transfers += 1
             transfer.readers[register.from_incarnation] = reader
             transfer.num_readers = register.num_readers
+            if transfer.request_id is None:
+                self._rank.journal.tally.wait_begins(End.SOURCE, transfer_id, 0, now_s)
             self._rank.journal.emit(
                 End.SOURCE, "destination_known", transfer_id, direction=register.direction.value, peer=peer.name
             )
@@ -305,6 +311,9 @@ class SourceEnd:
                     self._close_claim(transfer, Input.EXPIRE, now_s, _why_unclaimed(transfer), why=Why.NOBODY_CAME)
             for reader in transfer.open_readers():
                 self._serving.tick(transfer, reader, now_s)
+        for key, waited_s in self._rank.journal.tally.long_waits(End.SOURCE, now_s):
+            wait = self._transfers[TransferId(key)].wait(waited_s, now_s)
+            self._rank.journal.waiting(prefill_sentence(wait), waited_s)
 
     def stalled(self, now_s: float) -> None:
         """Our own loop stood still for a while."""
@@ -338,6 +347,7 @@ class SourceEnd:
         outcome, reason = transfer.failure or (Outcome.DELIVERED, part.reason)
         del self._transfers[transfer.transfer_id]
         self._remembered.add(transfer.transfer_id, outcome, reason, now_s)
+        self._rank.journal.tally.wait_ends(End.SOURCE, transfer.transfer_id)
         self._rank.journal.ended(End.SOURCE, transfer.transfer_id, outcome, direction=transfer.direction, reason=reason)
         if transfer.is_held and transfer.request_id is not None:
             self._rank.results.sent(transfer.request_id)
