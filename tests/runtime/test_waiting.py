@@ -157,7 +157,7 @@ def test_a_decode_side_without_prefill_is_said_at_both_ends(
         ),
         (
             f"Transfer t: the decode side has waited 5.0 s for prefill rank P/0 at {p.ticket().host}:{p.channel.port} "
-            f"(registered, accepted; {progress}; connection up, last heard 5.0 s ago)."
+            f"(registered, accepted; {progress}; connection up, last heard 1.0 s ago)."
         ),
     ]
     p.prefill(8, [1, 2])
