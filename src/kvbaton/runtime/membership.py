@@ -8,8 +8,8 @@ called end's public key is never sent, so a caller without it cannot even begin;
 from __future__ import annotations
 
 import contextlib
-import itertools
 import hmac
+import itertools
 
 import zmq
 from zmq.utils import z85
