@@ -31,11 +31,11 @@ from kvbaton.runtime.events import (
     SourceFinished,
     SourceOpened,
 )
+from kvbaton.runtime.journal import Journal
 from kvbaton.runtime.mover import Mover
 from kvbaton.runtime.peers import Peers, agent_name
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import SideChannel
-from kvbaton.runtime.trace import Trace
 from kvbaton.transport.base import Span, Transport
 from kvbaton.transport.loopback import Fabric, LoopbackTransport
 from kvbaton.types import Direction, EngineId, RequestId, TransferId
@@ -112,17 +112,16 @@ class Engine:
         self.results = Results()
         layout = msgspec.structs.replace(self._layout(), **changed)
         hello = Hello(PROTOCOL_VERSION, name, rank, incarnation, moves_bytes.local_metadata(), layout)
-        trace = Trace(None, "test")
+        journal = Journal()
         self.rank = Rank(
             hello=hello,
             open_transport=self._open_transport,
             transport=moves_bytes,
             channel=self.channel,
             peers=Peers(moves_bytes, layout),
-            mover=Mover(moves_bytes, trace, trace),
+            mover=Mover(moves_bytes, journal),
             results=self.results,
-            source_trace=trace,
-            destination_trace=trace,
+            journal=journal,
             deadlines=world.deadlines,
             clock=lambda: world.now_s,
         )

@@ -25,6 +25,7 @@ from kvbaton.connector.fence import record_fence
 from kvbaton.connector.handover import RankAddress, StepHandover
 from kvbaton.connector.scheduler import SchedulerSide
 from kvbaton.connector.settings import read_settings
+from kvbaton.connector.stats import BatonPromMetrics, BatonStats
 from kvbaton.connector.worker import WorkerSide
 from kvbaton.errors import LocalProtocolError, UsageError
 from kvbaton.protocol.params import PrefillIdentity
@@ -33,6 +34,12 @@ from kvbaton.types import EngineId
 if TYPE_CHECKING:
     import torch
     from vllm.config import ParallelConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -199,6 +206,26 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
+
+    # -- statistics --------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """From every worker, in every step; vLLM's scheduler asks its own side as well, which has nothing of its own."""
+        return None if self._worker is None else self._worker.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return BatonStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return BatonPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

@@ -51,6 +51,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True):
     idle_wait_s: Annotated[float, msgspec.Meta(ge=0, le=0.1)] = 0.005
     """In a step with nothing to compute, how long to sleep for news of a transfer."""
 
+    report_wait_s: Positive = 5.0
+    """A transfer that waits longer is named in the log with what it waits for; again at 30 s and each time that doubles."""
+
     is_streaming: bool = msgspec.field(name="streaming", default=True)
     """Write finished blocks while later chunks of the prompt compute."""
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kvbaton.cluster_key import read_key_file
 from kvbaton.connector.handover import RankAddress, StepHandover
 from kvbaton.connector.settings import ConnectorSettings
+from kvbaton.connector.stats import BatonStats
 from kvbaton.geometry.layout import KVLayout
 from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
 from kvbaton.protocol.rendezvous import Deadlines
@@ -30,11 +31,12 @@ from kvbaton.runtime.events import (
     SourceFinished,
     SourceRevoked,
 )
+from kvbaton.runtime.journal import Journal
 from kvbaton.runtime.mover import Mover
 from kvbaton.runtime.peers import Peers, agent_name
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import SideChannel
-from kvbaton.runtime.trace import Trace
+from kvbaton.runtime.tally import Tally
 from kvbaton.transport.base import Transport
 from kvbaton.transport.nixl import NixlTransport
 from kvbaton.types import EngineId, RequestId, TransferId
@@ -60,6 +62,7 @@ class WorkerSide:
         self._channel = SideChannel(settings.side_channel_host, port, key)
         self._transport = NixlTransport(agent_name(engine_id, rank, self._incarnation), settings.backends)
         self._results = Results()
+        self._tally = Tally(settings.report_wait_s)
         self._driver: Driver | None = None
         self._loading: set[RequestId] = set()
         self._held: set[RequestId] = set()
@@ -88,18 +91,16 @@ class WorkerSide:
 
         settings = self._settings
         path = settings.trace_path and settings.trace_path.replace("{rank}", str(self._rank_number))
-        source_trace = Trace(path, "prefill")
-        destination_trace = Trace(path, "decode")
+        journal = Journal(path, self._tally)
         rank = Rank(
             hello=hello,
             open_transport=open_transport,
             transport=self._transport,
             channel=self._channel,
             peers=Peers(self._transport, layout),
-            mover=Mover(self._transport, source_trace, destination_trace),
+            mover=Mover(self._transport, journal),
             results=self._results,
-            source_trace=source_trace,
-            destination_trace=destination_trace,
+            journal=journal,
             deadlines=Deadlines(
                 open_s=max(settings.lease_s, settings.progress_timeout_s),
                 posting_s=settings.progress_timeout_s,
@@ -174,6 +175,11 @@ class WorkerSide:
             batch.received &= self._loading
             batch.sent &= self._held
             batch.failed = {each: reason for each, reason in batch.failed.items() if each in self._loading}
+
+    def take_stats(self) -> BatonStats | None:
+        """What was counted since the last call; None when there is nothing new."""
+        snapshot = self._tally.take(time.monotonic())
+        return None if snapshot is None else BatonStats.of(self._rank_number, snapshot)
 
     def shutdown(self) -> None:
         """Idempotent."""

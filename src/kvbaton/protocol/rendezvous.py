@@ -121,6 +121,7 @@ class Rendezvous:
 
     def __init__(self, deadlines: Deadlines, now_s: float) -> None:
         self.state = State.OPEN
+        self.since_s = now_s
         self.outcome: Outcome | None = None
         self.reason = ""
         self._deadlines = deadlines
@@ -135,7 +136,7 @@ class Rendezvous:
             self.reason = reason or what.value
         if next_state is not None:
             self._is_peers_to_drain = self.state is State.OFFERED
-            self.state = next_state
+            self.state, self.since_s = next_state, now_s
             self.deadline_s = now_s + self._deadlines.of(next_state)
         return effects
 

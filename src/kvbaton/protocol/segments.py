@@ -80,6 +80,11 @@ class Segments:
             self.num_in_flight -= 1
 
     @property
+    def num_posted(self) -> int:
+        """Of this generation."""
+        return self._num_posted
+
+    @property
     def is_complete(self) -> bool:
         """Everything was posted and nothing is in flight."""
         return self._last_is_posted and self.num_in_flight == 0

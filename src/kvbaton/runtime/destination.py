@@ -34,10 +34,12 @@ from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
 from kvbaton.runtime.destination_transfer import Leg, Reception
 from kvbaton.runtime.events import DestinationCancelled, DestinationOpened
 from kvbaton.runtime.lines import Lines
+from kvbaton.runtime.metrics import Why
 from kvbaton.runtime.mover import Move, Settled
 from kvbaton.runtime.peers import CONNECT_TIMEOUT_S, is_agent_of
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import Endpoint
+from kvbaton.runtime.waiting import decode_sentence
 from kvbaton.transport.base import AgentName, Operation
 from kvbaton.types import Direction, End, Outcome, RequestId, TransferId
 
@@ -96,8 +98,10 @@ class DestinationEnd:
     def _open(self, reception: Reception, now_s: float) -> None:
         command = reception.opened
         self._receptions[command.request_id] = reception
+        self._rank.journal.tally.wait_begins(End.DESTINATION, command.request_id, reception.num_blocks, now_s)
         self._legs.setdefault(reception.transfer_id, []).extend(reception.legs)
-        self._rank.destination_trace.emit(
+        self._rank.journal.emit(
+            End.DESTINATION,
             "registered",
             reception.transfer_id,
             direction=reception.direction.value,
@@ -203,13 +207,16 @@ class DestinationEnd:
             case Ended():
                 self._ended(leg, message, now_s)
             case Cancel():
-                self._feed(leg, Input.CANCEL, now_s, message.reason or "the prefill side cancelled")
+                self._feed(
+                    leg, Input.CANCEL, now_s, message.reason or "the prefill side cancelled", why=Why.PEER_GAVE_UP
+                )
 
     def _find(self, transfer_id: TransferId, endpoint: Endpoint) -> Leg | None:
         return next((leg for leg in self._legs.get(transfer_id, ()) if leg.endpoint == endpoint), None)
 
     def _accepted(self, leg: Leg, now_s: float) -> None:
         leg.rendezvous.heard(now_s)
+        leg.is_accepted = True
         if leg.lease_s is not None:
             # Counted from when we asked, which is before the prefill side counts from.
             asked_s = leg.renew_at_s - self._renew_interval_s
@@ -228,7 +235,8 @@ class DestinationEnd:
             leg.is_expecting = True  # all was written: its notifications are on their way through the transport
         else:
             reason = f"the prefill side ended the transfer: {message.outcome.value}"
-            self._feed(leg, Input.FAIL, now_s, f"{reason} ({message.reason})" if message.reason else reason)
+            reason = f"{reason} ({message.reason})" if message.reason else reason
+            self._feed(leg, Input.FAIL, now_s, reason, why=Why.PEER_ENDED)
 
     def arrived(self, sender: AgentName, notification: Notification, now_s: float) -> None:
         """A notification came through the transport. Raises RemoteProtocolError when its sender has no business with it."""
@@ -243,7 +251,9 @@ class DestinationEnd:
         )
         if not is_news:
             return
-        self._rank.destination_trace.emit("segment_arrived", leg.transfer_id, segment=notification.segment)
+        self._rank.journal.emit(
+            End.DESTINATION, "segment_arrived", leg.transfer_id, segment=notification.segment, peer=leg.peer_name
+        )
         leg.is_expecting = False
         leg.rendezvous.heard(now_s)
         if leg.receipt.is_complete:
@@ -283,7 +293,8 @@ class DestinationEnd:
                 )
             peer = self._rank.peers.greet(hello, End.DESTINATION, now_s)
         except BatonError as error:
-            self._feed(leg, Input.FAIL, now_s, str(error))
+            self._rank.journal.no_handshake()
+            self._feed(leg, Input.FAIL, now_s, str(error), why=Why.of(error))
             return
         peer.num_transfers += 1
         move = leg.move = self._rank.new_move(
@@ -306,7 +317,7 @@ class DestinationEnd:
         try:
             self._rank.mover.pump(move)
         except BatonError as error:
-            self._feed(leg, Input.FAIL, now_s, str(error))
+            self._feed(leg, Input.FAIL, now_s, str(error), why=Why.of(error))
             return
         self._maybe_complete(leg, now_s)
 
@@ -316,7 +327,7 @@ class DestinationEnd:
             if leg.move is not settled.move:
                 continue
             if settled.failure is not None:
-                self._feed(leg, Input.FAIL, now_s, settled.failure)
+                self._feed(leg, Input.FAIL, now_s, settled.failure, why=Why.NOT_MOVED)
             else:
                 settled.move.peer.connecting_until_s = now_s
                 leg.rendezvous.moved(now_s)
@@ -328,8 +339,10 @@ class DestinationEnd:
         if leg.rendezvous.state is not State.POSTING or leg.move is None:
             return
         if now_s > leg.lease_until_s:
-            self._feed(leg, Input.FAIL, now_s, "the prefill side's lease ended before the blocks were read")
+            reason = "the prefill side's lease ended before the blocks were read"
+            self._feed(leg, Input.FAIL, now_s, reason, why=Why.LEASE_ENDED)
         elif leg.move.segments.is_complete:
+            self._rank.mover.completed(leg.move)
             self._feed(leg, Input.COMPLETE, now_s)
 
     # -- time, loss, and the machines' effects -----------------------------------------------------------------------
@@ -348,13 +361,17 @@ class DestinationEnd:
             elif now_s >= leg.renew_at_s:
                 leg.renew_at_s = now_s + self._renew_interval_s
                 self._remind(leg)
+        for key, waited_s in self._rank.journal.tally.long_waits(End.DESTINATION, now_s):
+            leg = next(self._receptions[RequestId(key)].open_legs())
+            wait = leg.wait(waited_s, self._lines.find(leg.endpoint), now_s)
+            self._rank.journal.waiting(decode_sentence(wait), waited_s)
         self._lines.forget_idle((leg.endpoint for leg in self._all_legs()), now_s)
 
     def _cut_off(self, leg: Leg, now_s: float) -> None:
         """Our transport was opened anew since: whatever was on its way to us for this leg will not come."""
         is_draining = leg.rendezvous.state is State.DRAINING
         reason = "the transport was opened anew, to fence off another peer that fell silent"
-        self._feed(leg, Input.QUIET if is_draining else Input.FAIL, now_s, reason)
+        self._feed(leg, Input.QUIET if is_draining else Input.FAIL, now_s, reason, why=Why.CUT_OFF)
 
     def _remind(self, leg: Leg) -> None:
         """The prefill side hears of us; of a leg that we gave up, that we did: the first time may have been lost."""
@@ -375,14 +392,14 @@ class DestinationEnd:
                 reason = f"the prefill side at {endpoint.host}:{endpoint.port} {what}: {why}"
                 self._feed(leg, Input.LOST, now_s, reason)
 
-    def _feed(self, leg: Leg, what: Input, now_s: float, reason: str = "") -> None:
+    def _feed(self, leg: Leg, what: Input, now_s: float, reason: str = "", *, why: Why | None = None) -> None:
         rendezvous = leg.rendezvous
         if rendezvous.state is State.DRAINING and leg.move is not None and leg.num_in_flight:
             # Neither a clock nor a peer's end stops an operation of ours: it is over when its handle is (`settled`).
             if what in {Input.EXPIRE, Input.LOST}:
                 self._rank.give_up(leg.move, now_s)
             return
-        for effect in rendezvous.handle(what, now_s, reason):
+        for effect in self._rank.journal.feed(leg, what, now_s, reason, why=why):
             match effect:
                 case Effect.STOP_POSTING:
                     self._stop(leg, now_s)
@@ -443,14 +460,16 @@ class DestinationEnd:
 
     def _report(self, reception: Reception) -> None:
         outcome, reason = reception.failure or (Outcome.DELIVERED, "")
-        is_delivered = outcome is Outcome.DELIVERED
-        self._rank.results.received(reception.opened.request_id, None if is_delivered else reason)
-        self._rank.destination_trace.emit(
-            "closed", reception.transfer_id, outcome=outcome.value, reason=reason, num_bytes=reception.num_bytes
+        self._rank.journal.tally.wait_ends(End.DESTINATION, reception.opened.request_id)
+        self._rank.journal.ended(
+            End.DESTINATION,
+            reception.transfer_id,
+            outcome,
+            direction=reception.direction,
+            reason=reason,
+            num_bytes=reception.num_bytes,
         )
-        if not is_delivered:
-            level = logging.INFO if outcome is Outcome.CANCELLED else logging.WARNING
-            logger.log(level, "Transfer %s did not deliver: %s (%s)", reception.transfer_id, outcome.value, reason)
+        self._rank.results.received(reception.opened.request_id, None if outcome is Outcome.DELIVERED else reason)
 
     # -- what the loop needs to know ---------------------------------------------------------------------------------
 

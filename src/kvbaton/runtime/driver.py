@@ -24,6 +24,7 @@ from kvbaton.runtime.events import (
     SourceOpened,
     SourceRevoked,
 )
+from kvbaton.runtime.metrics import DROPPED, Channel
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.seldom import Seldom
 from kvbaton.runtime.sidechannel import Endpoint, Received
@@ -124,6 +125,7 @@ class Driver:
         self._source.tick(now_s)
         self._destination.tick(now_s)
         self._rank.peers.forget_idle(now_s)
+        self._rank.journal.tally.peers_are(self._rank.peers.count(now_s))
         self._turned_s = now_s
 
     def _obey(self, command: Command, now_s: float) -> None:
@@ -152,6 +154,7 @@ class Driver:
             else:
                 self._source.receive(received.route, message, now_s)
         except RemoteProtocolError as error:
+            self._rank.journal.tally.count(DROPPED, Channel.SIDE_CHANNEL)
             if count := self._dropped.add():
                 logger.warning("Dropped %d side-channel messages; the last: %s", count, error)
 
@@ -165,6 +168,7 @@ class Driver:
             try:
                 self._destination.arrived(arrival.sender, decode_notification(arrival.data), now_s)
             except RemoteProtocolError as error:
+                self._rank.journal.tally.count(DROPPED, Channel.TRANSPORT)
                 if count := self._dropped.add():
                     logger.warning(
                         "Dropped %d messages; the last, a notification of %s: %s", count, arrival.sender, error
@@ -174,8 +178,7 @@ class Driver:
         """Everything the driver owned is released. Idempotent; by the driver's thread, or where that never ran."""
         self._rank.transport.close()
         self._rank.channel.close()
-        self._rank.source_trace.close()
-        self._rank.destination_trace.close()
+        self._rank.journal.close()
 
 
 def _has_passed(command: SourceAdvanced) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 
 import zmq
 from zmq.utils import z85
@@ -93,9 +94,12 @@ class Doorkeeper:
 class Watch:
     """What ZeroMQ has to say about the connections of a socket."""
 
+    _numbers = itertools.count()
+
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes], events: int) -> None:
         self._watched = watched
-        address = f"inproc://watch/{id(watched)}"
+        # Never one used before: ZeroMQ lets go of an address some time after its socket was closed.
+        address = f"inproc://watch/{next(self._numbers)}"
         watched.monitor(address, events)
         self.socket = context.socket(zmq.PAIR)
         # No limit: at one, ZeroMQ's own thread would wait for us, and closing would wait for that thread.

@@ -15,8 +15,9 @@ from kvbaton.protocol.messages import SegmentLanded, encode
 from kvbaton.protocol.rendezvous import Rendezvous
 from kvbaton.protocol.segments import Segment, Segments
 from kvbaton.runtime.events import BlockLists
+from kvbaton.runtime.journal import Journal
+from kvbaton.runtime.metrics import FAILED_NOTIFICATIONS, OVERLAP, SEGMENTS
 from kvbaton.runtime.peers import Peer
-from kvbaton.runtime.trace import Trace
 from kvbaton.transport.base import Handle, Operation, Progress, Transport
 from kvbaton.types import End, TransferId
 
@@ -40,6 +41,10 @@ class Move:
     """Of the whole prompt."""
     our_blocks: BlockLists = ()
     num_bytes: int = 0
+    """That were posted."""
+    num_bytes_moved: int = 0
+    num_bytes_hidden: int | None = None
+    """Of these, those that had been moved when the prefill was over; None before that, and of a READ."""
     num_in_flight: int = 0
     is_stopped: bool = False
     abandoned_s: float | None = None
@@ -65,9 +70,9 @@ class _InFlight:
 
 
 class Mover:
-    def __init__(self, transport: Transport, source_trace: Trace, destination_trace: Trace) -> None:
+    def __init__(self, transport: Transport, journal: Journal) -> None:
         self._transport = transport
-        self._traces = {Operation.WRITE: source_trace, Operation.READ: destination_trace}
+        self._journal = journal
         self._in_flight: dict[Handle, _InFlight] = {}
         self._cut_off: list[_InFlight] = []
 
@@ -111,12 +116,13 @@ class Mover:
             )
         except BatonError:
             move.segments.confirm(segment)
+            self._journal.not_moved()
             raise
         move.num_in_flight += 1
         move.num_bytes += descriptors.num_bytes
         self._in_flight[handle] = _InFlight(move, segment, descriptors.num_bytes, planned_s)
-        self._traces[move.operation].emit(
-            "segment_posted",
+        self._journal.posted(
+            _OUR_END[move.operation],
             move.transfer_id,
             segment=segment.number,
             num_bytes=descriptors.num_bytes,
@@ -128,7 +134,11 @@ class Mover:
     def _post_nothing(self, move: Move, segment: Segment, notification: bytes) -> None:
         """The segment has no bytes (all of them were sent before); the other side still counts it."""
         if notification:
-            self._transport.notify(move.peer.agent, notification)
+            try:
+                self._transport.notify(move.peer.agent, notification)
+            except BatonError:
+                self._journal.tally.count(FAILED_NOTIFICATIONS)
+                raise
         move.segments.confirm(segment)
 
     def poll(self) -> list[Settled]:
@@ -154,6 +164,12 @@ class Mover:
             flight.failure = f"a {move.operation.value} was abandoned"
         return bool(flights)
 
+    def completed(self, move: Move) -> None:
+        """All of it is at the other side."""
+        self._journal.tally.observe(SEGMENTS, move.segments.num_posted)
+        if move.num_bytes_hidden is not None and move.num_bytes_moved:
+            self._journal.tally.observe(OVERLAP, move.num_bytes_hidden / move.num_bytes_moved)
+
     def replace_transport(self, transport: Transport) -> None:
         """The old one is closed: what was in flight is over, and the next `poll` says so."""
         self._transport = transport
@@ -167,13 +183,16 @@ class Mover:
         move.num_in_flight -= 1
         move.segments.confirm(flight.segment)
         if flight.failure is None:
-            self._traces[move.operation].emit(
-                "segment_moved",
+            move.num_bytes_moved += flight.num_bytes
+            self._journal.moved(
+                _OUR_END[move.operation],
                 move.transfer_id,
                 segment=flight.segment.number,
                 num_bytes=flight.num_bytes,
                 move_s=time.monotonic() - flight.posted_s,
             )
+        else:
+            self._journal.not_moved()
         return Settled(move, flight.segment, flight.failure)
 
 

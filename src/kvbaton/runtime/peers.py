@@ -12,6 +12,7 @@ from kvbaton.errors import Incompatible, RemoteProtocolError
 from kvbaton.geometry.layout import KVLayout
 from kvbaton.geometry.mapping import PeerMapping, map_layouts
 from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
+from kvbaton.runtime.metrics import PeerState
 from kvbaton.transport.base import AgentName, Transport
 from kvbaton.types import End
 
@@ -45,6 +46,10 @@ class Peer:
     @property
     def incarnation(self) -> str:
         return self.hello.incarnation
+
+    @property
+    def name(self) -> str:
+        return f"{self.hello.engine_id}/{self.hello.rank}"
 
     def mapping(self, our_end: End) -> PeerMapping:
         """How our blocks and its correspond where we are that end; worked out once. Raises Incompatible."""
@@ -117,6 +122,13 @@ class Peers:
         for peer in list(self._by_incarnation.values()):
             if peer.num_transfers == 0 and now_s >= peer.idle_since_s + IDLE_S:
                 self.forget(peer)
+
+    def count(self, now_s: float) -> dict[PeerState, int]:
+        num_connecting = sum(1 for peer in self._by_incarnation.values() if now_s < peer.connecting_until_s)
+        return {
+            PeerState.CONNECTING: num_connecting,
+            PeerState.CONNECTED: len(self._by_incarnation) - num_connecting,
+        }
 
     def are_connecting(self, now_s: float) -> bool:
         return any(now_s < peer.connecting_until_s for peer in self._by_incarnation.values())

@@ -18,10 +18,10 @@ from kvbaton.protocol.messages import Hello
 from kvbaton.protocol.rendezvous import Deadlines, Rendezvous
 from kvbaton.protocol.segments import Segments
 from kvbaton.runtime.events import BlockLists, Results
+from kvbaton.runtime.journal import Journal
 from kvbaton.runtime.mover import Move, Mover
 from kvbaton.runtime.peers import Peer, Peers, agent_name
 from kvbaton.runtime.sidechannel import SideChannel
-from kvbaton.runtime.trace import Trace
 from kvbaton.transport.base import Operation, Transport
 from kvbaton.types import TransferId
 
@@ -41,8 +41,7 @@ class Rank:
     peers: Peers
     mover: Mover
     results: Results
-    source_trace: Trace
-    destination_trace: Trace
+    journal: Journal
     deadlines: Deadlines
     clock: Callable[[], float]
 

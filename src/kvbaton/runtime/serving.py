@@ -13,6 +13,7 @@ from kvbaton.errors import BatonError, PeerLost
 from kvbaton.protocol.messages import Accepted, Cancel, Confirm, Ended, Offer, SegmentPosted, SideMessage, encode
 from kvbaton.protocol.rendezvous import Effect, Input, State
 from kvbaton.runtime.events import SourceAdvanced
+from kvbaton.runtime.metrics import Why
 from kvbaton.runtime.mover import Move, Settled
 from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import Caller
@@ -41,7 +42,7 @@ class Serving:
             return
         if frontier.is_last and frontier.num_tokens != register.num_tokens:
             reason = f"the prompt has {frontier.num_tokens} tokens here and {register.num_tokens} at the decode side"
-            self.feed(transfer, reader, Input.FAIL, now_s, reason)
+            self.feed(transfer, reader, Input.FAIL, now_s, reason, why=Why.MISMATCH)
             return
         if register.direction is Direction.PULL:
             # Only what the engine holds for us alone: a preemption would overwrite what a reader believes to be leased.
@@ -55,6 +56,8 @@ class Serving:
             return  # a preempted prefill starts over; what it sent before lands first (`settled` comes back here)
         reader.move.our_blocks = frontier.blocks
         reader.move.segments.advance(frontier.num_tokens, is_final=frontier.is_last, generation=frontier.generation)
+        if frontier.is_last and reader.move.num_bytes_hidden is None:
+            reader.move.num_bytes_hidden = reader.move.num_bytes_moved
         self._pump(transfer, reader, reader.move, now_s)
 
     def _new_move(self, transfer: SourceTransfer, reader: Reader) -> Move:
@@ -75,7 +78,7 @@ class Serving:
         try:
             num_posted = self._rank.mover.pump(move)
         except BatonError as error:
-            self.feed(transfer, reader, Input.FAIL, now_s, str(error))
+            self.feed(transfer, reader, Input.FAIL, now_s, str(error), why=Why.of(error))
             return
         if num_posted:
             reader.rendezvous.moved(now_s)
@@ -114,6 +117,7 @@ class Serving:
     def _maybe_complete(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:
         is_posting = reader.rendezvous.state is State.POSTING
         if is_posting and reader.move is not None and reader.move.segments.is_complete:
+            self._rank.mover.completed(reader.move)
             self.feed(transfer, reader, Input.COMPLETE, now_s)
 
     def _offer(self, transfer: SourceTransfer, reader: Reader, frontier: SourceAdvanced, now_s: float) -> None:
@@ -146,7 +150,7 @@ class Serving:
     def settled(self, transfer: SourceTransfer, reader: Reader, settled: Settled, now_s: float) -> None:
         """The transport is done with a segment of ours."""
         if settled.failure is not None:
-            self.feed(transfer, reader, Input.FAIL, now_s, settled.failure)
+            self.feed(transfer, reader, Input.FAIL, now_s, settled.failure, why=Why.NOT_MOVED)
         else:
             settled.move.peer.connecting_until_s = now_s
             reader.rendezvous.moved(now_s)
@@ -165,21 +169,30 @@ class Serving:
             # The engine owns the request's life while it queues and computes, also between two chunks.
             rendezvous.moved(now_s)
             return
-        reason = f"no progress while {rendezvous.state.value}"
+        reason, why = f"no progress while {rendezvous.state.value}", Why.SILENCE
         if transfer.request_id is None:
-            reason = "no prefill request of this transfer arrived in time"
+            reason, why = "no prefill request of this transfer arrived in time", Why.NOBODY_CAME
         elif reader.question is not None:
             reason = "the decode side did not say whether it still wants the transfer"
-        self.feed(transfer, reader, Input.EXPIRE, now_s, reason)
+        self.feed(transfer, reader, Input.EXPIRE, now_s, reason, why=why)
 
-    def feed(self, transfer: SourceTransfer, reader: Reader, what: Input, now_s: float, reason: str = "") -> None:
+    def feed(
+        self,
+        transfer: SourceTransfer,
+        reader: Reader,
+        what: Input,
+        now_s: float,
+        reason: str = "",
+        *,
+        why: Why | None = None,
+    ) -> None:
         rendezvous = reader.rendezvous
         if rendezvous.state is State.DRAINING and reader.move is not None and reader.num_in_flight:
             # Neither a clock nor a peer's word stops an operation of ours: it is over when its handle is (`settled`).
             if what is Input.EXPIRE:
                 self._rank.give_up(reader.move, now_s)
             return
-        for effect in rendezvous.handle(what, now_s, reason):
+        for effect in self._rank.journal.feed(reader, what, now_s, reason, why=why):
             match effect:
                 case Effect.STOP_POSTING:
                     self._stop(transfer, reader, now_s)

@@ -29,6 +29,7 @@ from kvbaton.protocol.messages import (
 from kvbaton.protocol.remembered import Remembered
 from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
 from kvbaton.runtime.events import SourceAdvanced, SourceFinished, SourceOpened, SourceRevoked
+from kvbaton.runtime.metrics import REFUSED, Why
 from kvbaton.runtime.mover import Settled
 from kvbaton.runtime.peers import Peer
 from kvbaton.runtime.rank import Rank
@@ -36,6 +37,7 @@ from kvbaton.runtime.seldom import Seldom
 from kvbaton.runtime.serving import Serving
 from kvbaton.runtime.sidechannel import Caller
 from kvbaton.runtime.source_transfer import NEVER_S, Reader, SourceTransfer
+from kvbaton.runtime.waiting import prefill_sentence
 from kvbaton.types import End, Outcome, RequestId, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
@@ -71,6 +73,7 @@ class SourceEnd:
             )  # fmt: skip
             return
         transfer.request_id = command.request_id
+        self._rank.journal.tally.wait_ends(End.SOURCE, transfer.transfer_id)
         self._heard_of_engine(transfer, now_s)
 
     def advanced(self, command: SourceAdvanced, now_s: float) -> None:
@@ -79,8 +82,8 @@ class SourceEnd:
             return
         transfer.frontier = command
         self._heard_of_engine(transfer, now_s)
-        self._rank.source_trace.emit(
-            "source_advanced", transfer.transfer_id, num_tokens=command.num_tokens, last=command.is_last
+        self._rank.journal.emit(
+            End.SOURCE, "source_advanced", transfer.transfer_id, num_tokens=command.num_tokens, last=command.is_last
         )
         for reader in transfer.open_readers():
             self._serving.match(transfer, reader, now_s)
@@ -106,6 +109,8 @@ class SourceEnd:
             return
         transfer.is_engine_done = True
         transfer.is_held = command.is_held
+        if command.is_held:
+            self._rank.journal.tally.wait_begins(End.SOURCE, transfer.transfer_id, transfer.num_blocks, now_s)
         self._heard_of_engine(transfer, now_s)
         if command.is_aborted:
             self._cancel_all(transfer, now_s, "the prefill request was aborted")
@@ -157,6 +162,7 @@ class SourceEnd:
         transfer_id = TransferId(register.transfer_id)
         refusal = self._why_not(register, now_s)
         if refusal is not None:
+            self._rank.journal.tally.count(REFUSED, self._why_refused(register))
             self._serving.say_ended(caller, transfer_id, *refusal)
             return
         try:
@@ -164,10 +170,7 @@ class SourceEnd:
             if peer is not None:
                 check_blocks(peer.hello.layout, register.blocks)
         except BatonError as error:
-            if num_refused := self._refused.add():
-                reason = one_line(str(error), MAX_LOGGED_CHARACTERS)
-                logger.warning("Transfer %s refused (one of %d lately): %s", transfer_id, num_refused, reason)
-            self._serving.say_ended(caller, transfer_id, Outcome.FAILED, str(error))
+            self._refuse(caller, transfer_id, error)
             return
         if peer is None:
             self._serving.say(caller, HelloWanted(transfer_id))
@@ -187,11 +190,23 @@ class SourceEnd:
             peer.num_transfers += 1
             transfer.readers[register.from_incarnation] = reader
             transfer.num_readers = register.num_readers
-            self._rank.source_trace.emit("destination_known", transfer_id, direction=register.direction.value)
+            if transfer.request_id is None:
+                self._rank.journal.tally.wait_begins(End.SOURCE, transfer_id, 0, now_s)
+            self._rank.journal.emit(
+                End.SOURCE, "destination_known", transfer_id, direction=register.direction.value, peer=peer.name
+            )
             if len(transfer.readers) == register.num_readers:
                 self._close_claim(transfer, Input.COMPLETE, now_s)
         self._serving.heard(reader, caller, now_s)
         self._serving.match(transfer, reader, now_s)
+
+    def _refuse(self, caller: Caller, transfer_id: TransferId, error: BatonError) -> None:
+        if num_refused := self._refused.add():
+            reason = one_line(str(error), MAX_LOGGED_CHARACTERS)
+            logger.warning("Transfer %s refused (one of %d lately): %s", transfer_id, num_refused, reason)
+        self._rank.journal.no_handshake()
+        self._rank.journal.tally.count(REFUSED, Why.of(error))
+        self._serving.say_ended(caller, transfer_id, Outcome.FAILED, str(error))
 
     def _why_not(self, register: Register, now_s: float) -> tuple[Outcome, str] | None:
         if register.to_engine_id != self._rank.engine_id:
@@ -205,6 +220,12 @@ class SourceEnd:
         if memory.outcome is Outcome.DELIVERED:
             return Outcome.FAILED, "this transfer was delivered before; a new request needs a new transfer_id"
         return memory.outcome, memory.reason
+
+    def _why_refused(self, register: Register) -> Why:
+        if register.to_engine_id != self._rank.engine_id:
+            return Why.WRONG_ENGINE
+        transfer = self._transfers.get(TransferId(register.transfer_id))
+        return Why.OVER if transfer is None or transfer.claim.is_closed else Why.TAKEN
 
     def _greet(self, register: Register, now_s: float) -> Peer | None:
         """The sender, introduced now or before; None when it has to introduce itself first. Raises BatonError."""
@@ -247,7 +268,7 @@ class SourceEnd:
         reader = None if transfer is None else transfer.readers.get(message.from_incarnation)
         if transfer is not None and reader is not None and not reader.rendezvous.is_closed:
             reader.caller = caller
-            self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason)
+            self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason, why=Why.PEER_GAVE_UP)
             if reader.rendezvous.state is State.DRAINING:
                 self._serving.say(caller, Accepted(transfer_id))  # alive, and waiting for the transport
             return
@@ -266,7 +287,7 @@ class SourceEnd:
             if self._remembered.recall(transfer_id, now_s) is None:
                 self._remembered.add(transfer_id, Outcome.CANCELLED, reason, now_s)
         elif not transfer.readers:
-            self._close_claim(transfer, Input.CANCEL, now_s, reason)
+            self._close_claim(transfer, Input.CANCEL, now_s, reason, why=Why.PEER_GAVE_UP)
 
     def _ended(self, caller: Caller, message: Ended, now_s: float) -> None:
         transfer_id = TransferId(message.transfer_id)
@@ -283,7 +304,7 @@ class SourceEnd:
         elif message.outcome is Outcome.DELIVERED and reader.rendezvous.state is not State.POSTING:
             self._serving.feed(transfer, reader, Input.COMPLETE, now_s)
         else:
-            self._serving.feed(transfer, reader, Input.FAIL, now_s, message.reason)
+            self._serving.feed(transfer, reader, Input.FAIL, now_s, message.reason, why=Why.PEER_ENDED)
 
     def _connected(self, caller: Caller, now_s: float) -> None:
         for transfer in self._transfers.values():
@@ -308,9 +329,12 @@ class SourceEnd:
                 if transfer.is_computing:
                     transfer.claim.moved(now_s)
                 else:
-                    self._close_claim(transfer, Input.EXPIRE, now_s, _why_unclaimed(transfer))
+                    self._close_claim(transfer, Input.EXPIRE, now_s, _why_unclaimed(transfer), why=Why.NOBODY_CAME)
             for reader in transfer.open_readers():
                 self._serving.tick(transfer, reader, now_s)
+        for key, waited_s in self._rank.journal.tally.long_waits(End.SOURCE, now_s):
+            wait = self._transfers[TransferId(key)].wait(waited_s, now_s)
+            self._rank.journal.waiting(prefill_sentence(wait), waited_s)
 
     def fell_behind(self, now_s: float) -> None:
         """More comes in than is read in a turn: what is read now may have been said a while ago."""
@@ -328,9 +352,11 @@ class SourceEnd:
             self._maybe_release(transfer)
             self._serving.settled(transfer, reader, settled, now_s)
 
-    def _close_claim(self, transfer: SourceTransfer, what: Input, now_s: float, reason: str = "") -> None:
+    def _close_claim(
+        self, transfer: SourceTransfer, what: Input, now_s: float, reason: str = "", *, why: Why | None = None
+    ) -> None:
         """No further reader will be waited for. Nobody is there to be told."""
-        if Effect.REPORT in transfer.claim.handle(what, now_s, reason):
+        if Effect.REPORT in self._rank.journal.feed(transfer, what, now_s, reason, why=why):
             self._closed(transfer, transfer.claim, now_s)
 
     def _reader_closed(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:
@@ -346,11 +372,10 @@ class SourceEnd:
         outcome, reason = transfer.failure or (Outcome.DELIVERED, part.reason)
         del self._transfers[transfer.transfer_id]
         self._remembered.add(transfer.transfer_id, outcome, reason, now_s)
+        self._rank.journal.tally.wait_ends(End.SOURCE, transfer.transfer_id)
+        self._rank.journal.ended(End.SOURCE, transfer.transfer_id, outcome, direction=transfer.direction, reason=reason)
         if transfer.is_held and transfer.request_id is not None:
             self._rank.results.sent(transfer.request_id)
-        self._rank.source_trace.emit("closed", transfer.transfer_id, outcome=outcome.value, reason=reason)
-        if outcome is not Outcome.DELIVERED:
-            logger.info("Transfer %s ended at the prefill side: %s (%s)", transfer.transfer_id, outcome.value, reason)
 
     # -- what the loop needs to know ---------------------------------------------------------------------------------
 

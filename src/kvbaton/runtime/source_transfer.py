@@ -16,7 +16,8 @@ from kvbaton.runtime.events import SourceAdvanced
 from kvbaton.runtime.mover import Move
 from kvbaton.runtime.peers import Peer
 from kvbaton.runtime.sidechannel import Caller
-from kvbaton.types import Outcome, RequestId, TransferId
+from kvbaton.runtime.waiting import BlocksWait, ReaderWait
+from kvbaton.types import Direction, End, Outcome, RequestId, TransferId
 
 NEVER_S = float("-inf")
 
@@ -38,8 +39,31 @@ class Reader:
     offer: Offer | None = None
 
     @property
+    def end(self) -> End:
+        return End.SOURCE
+
+    @property
+    def transfer_id(self) -> TransferId:
+        return TransferId(self.register.transfer_id)
+
+    @property
+    def peer_name(self) -> str:
+        return self.peer.name
+
+    @property
     def num_in_flight(self) -> int:
         return 0 if self.move is None else self.move.num_in_flight
+
+    def wait(self, now_s: float) -> ReaderWait:
+        return ReaderWait(
+            peer_name=self.peer_name,
+            direction=self.register.direction,
+            state=self.rendezvous.state,
+            num_posted=0 if self.move is None else self.move.segments.num_posted,
+            num_in_flight=self.num_in_flight,
+            is_asked=self.question is not None,
+            heard_ago_s=None if self.heard_s == NEVER_S else now_s - self.heard_s,
+        )
 
 
 @dataclass
@@ -62,6 +86,25 @@ class SourceTransfer:
     """Somebody wants the blocks back and waits for our handles."""
 
     @property
+    def end(self) -> End:
+        return End.SOURCE
+
+    @property
+    def peer_name(self) -> str:
+        """Of the readers that have not registered yet."""
+        return "unregistered"
+
+    @property
+    def rendezvous(self) -> Rendezvous:
+        """That the transfer has as a whole, before and beside its readers'."""
+        return self.claim
+
+    @property
+    def direction(self) -> Direction | None:
+        """Known once somebody has registered."""
+        return next((reader.register.direction for reader in self.readers.values()), None)
+
+    @property
     def is_computing(self) -> bool:
         return self.request_id is not None and not self.is_engine_done
 
@@ -72,6 +115,23 @@ class SourceTransfer:
     @property
     def is_over(self) -> bool:
         return self.claim.is_closed and all(reader.rendezvous.is_closed for reader in self.readers.values())
+
+    @property
+    def num_blocks(self) -> int:
+        """That hold KV which is final."""
+        return 0 if self.frontier is None else sum(len(group) for group in self.frontier.blocks)
+
+    def wait(self, waited_s: float, now_s: float) -> BlocksWait:
+        """What the transfer waits for, as facts."""
+        return BlocksWait(
+            transfer_id=self.transfer_id,
+            waited_s=waited_s,
+            request_id=self.request_id,
+            num_blocks=self.num_blocks,
+            num_registered=len(self.readers),
+            num_readers=self.num_readers,
+            slowest=next((reader.wait(now_s) for reader in self.open_readers()), None),
+        )
 
     def open_readers(self) -> Iterator[Reader]:
         """Those that are not closed, also while some of them close."""

@@ -10,11 +10,13 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeAlias
 
 from kvbaton.types import TransferId
 
 logger = logging.getLogger("vllm.kvbaton.trace")
+
+TraceField: TypeAlias = str | float | bool | None
 
 
 class Trace:
@@ -28,7 +30,11 @@ class Trace:
             except OSError as error:
                 logger.warning("No timeline is written: %s", error)
 
-    def emit(self, event: str, transfer_id: TransferId, **fields: str | float | bool | None) -> None:
+    @property
+    def is_on(self) -> bool:
+        return self._file is not None
+
+    def emit(self, event: str, transfer_id: TransferId, **fields: TraceField) -> None:
         if self._file is None:
             return
         line = {"t_unix_s": time.time(), "who": self._who, "event": event, "transfer_id": transfer_id, **fields}
