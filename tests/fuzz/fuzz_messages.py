@@ -38,7 +38,7 @@ from kvbaton.protocol.messages import (
 from kvbaton.protocol.params import DecodeTicket
 from kvbaton.runtime.peers import IDLE_S
 from kvbaton.runtime.sidechannel import Caller, Endpoint
-from kvbaton.transport.base import AgentName, Arrival
+from kvbaton.transport.base import AgentName
 from kvbaton.types import Direction, EngineId, Outcome, RequestId, TransferId
 from tests.runtime.memory_channel import HOST, MemoryChannel
 from tests.runtime.world import Engine, World
@@ -86,7 +86,7 @@ class Target:
         elif how == 2:
             self._answer(payload)
         else:
-            self.d.transport._inbox.append(Arrival(AgentName("S/0/s"), payload))
+            self.d.transport.hear(AgentName("S/0/s"), payload)
         self.world.pass_time(SECONDS_PER_MESSAGE)
         self.num_heard += 1
 

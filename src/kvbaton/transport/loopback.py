@@ -262,7 +262,11 @@ class LoopbackTransport(Transport):
         if notification and not link.end.is_closed:
             data = bytes(byte ^ 0xFF for byte in notification) if fate.corrupts_notification else notification
             for _ in range(fate.notifies):
-                link.end._inbox.append(_Incoming(Arrival(self.name, data), fate.notification_delay))  # noqa: SLF001
+                link.end.hear(self.name, data, fate.notification_delay)
+
+    def hear(self, sender: AgentName, data: bytes, delay: int = 0) -> None:
+        """A notification, of whoever is said to have sent it, is on its way to this end."""
+        self._inbox.append(_Incoming(Arrival(sender, data), delay))
 
     def arrivals(self) -> list[Arrival]:
         self._require_one_thread()
