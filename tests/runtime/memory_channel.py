@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbaton.errors import PeerLost
@@ -24,13 +25,34 @@ class Network:
     ports: itertools.count[int] = field(default_factory=lambda: itertools.count(20000))
     names: itertools.count[int] = field(default_factory=itertools.count)
     num_sent: int = 0
+    num_copies: Callable[[], int] = lambda: 1
+    """How often the next message comes: 0 is lost, 2 comes twice."""
+    cuts: set[frozenset[int]] = field(default_factory=set)
+    """Pairs of ports between which nothing passes, and nothing breaks either: what is said waits."""
+
+    def cut(self, one: MemoryChannel, other: MemoryChannel) -> None:
+        self.cuts.add(frozenset((one.port, other.port)))
+
+    def heal(self) -> None:
+        self.cuts.clear()
+        for channel, endpoint in list(self.callers.values()):
+            channel.let_through(endpoint)
+
+    def break_lines(self, calling: MemoryChannel, called: MemoryChannel) -> None:
+        """Both processes live and may connect again; what was said and not heard yet is lost."""
+        for caller, (channel, endpoint) in list(self.callers.items()):
+            if channel is calling and endpoint.port == called.port:
+                called.lose(caller)
+                channel.hang_up(endpoint)
 
 
 @dataclass
 class _Line:
     caller: Caller
     waiting: list[bytes] = field(default_factory=list)
-    """Sent before anybody listened."""
+    """Said by the caller and not through yet."""
+    answers: list[bytes] = field(default_factory=list)
+    """Said to the caller and not through yet."""
     reached: MemoryChannel | None = None
 
 
@@ -60,7 +82,7 @@ class MemoryChannel(SideChannel):
 
     def receive(self) -> list[Received]:
         for endpoint in self._calls:
-            self._deliver(endpoint)
+            self.let_through(endpoint)
         news = [self._mailbox.popleft() for _ in range(min(len(self._mailbox), MAX_RECEIVED))]
         self.is_behind = len(news) == MAX_RECEIVED
         return news
@@ -69,7 +91,9 @@ class MemoryChannel(SideChannel):
         broken = [
             endpoint
             for endpoint, line in self._calls.items()
-            if line.reached is not None and self._network.bound.get(endpoint) is not line.reached
+            if line.reached is not None
+            and self._network.bound.get(endpoint) is not line.reached
+            and not self._is_cut(endpoint)
         ]
         for endpoint in broken:
             self.hang_up(endpoint)
@@ -87,7 +111,8 @@ class MemoryChannel(SideChannel):
             if route not in self._network.callers:
                 raise PeerLost("the caller is no longer connected")
             channel, endpoint = self._network.callers[route]
-            channel._mailbox.append(Received(endpoint, data))
+            channel._calls[endpoint].answers += [data] * self._network.num_copies()
+            channel.let_through(endpoint)
             return
         if " " in route.host:
             raise PeerLost(f"{route.address} cannot be called")
@@ -95,16 +120,28 @@ class MemoryChannel(SideChannel):
         if line is None:
             line = self._calls[route] = _Line(Caller(b"%d" % next(self._network.names)))
             self._network.callers[line.caller] = (self, route)
-        line.waiting.append(data)
-        self._deliver(route)
+        line.waiting += [data] * self._network.num_copies()
+        self.let_through(route)
 
-    def _deliver(self, endpoint: Endpoint) -> None:
+    def _is_cut(self, endpoint: Endpoint) -> bool:
+        return bool(self._network.cuts) and frozenset((self.port, endpoint.port)) in self._network.cuts
+
+    def let_through(self, endpoint: Endpoint) -> None:
+        """What waits on the line to `endpoint`, in both directions, unless it is cut."""
         line = self._calls[endpoint]
+        if self._is_cut(endpoint):
+            return
+        if line.answers:
+            self._mailbox.extend(Received(endpoint, data) for data in line.answers)
+            line.answers.clear()
         if line.reached is None:
             line.reached = self._network.bound.get(endpoint)
-        if line.reached is not None:
+        if line.reached is not None and line.waiting:
             line.reached._mailbox.extend(Received(line.caller, data) for data in line.waiting)
             line.waiting.clear()
+
+    def lose(self, caller: Caller) -> None:
+        self._mailbox = deque(each for each in self._mailbox if each.route != caller)
 
     def hang_up(self, endpoint: Endpoint) -> None:
         line = self._calls.pop(endpoint, None)

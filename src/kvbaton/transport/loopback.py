@@ -39,8 +39,8 @@ class Fate:
     corrupts_notification: bool = False
 
 
-Witness = Callable[["LoopbackTransport", int, "LoopbackTransport", int, int], None]
-"""(from whom, from where, to whom, to where, how many bytes): told of every piece just before it is copied."""
+Witness = Callable[[Operation, int, int, int], None]
+"""(operation, from where, to where, how many bytes): told of every piece just before it is copied."""
 
 
 @dataclass
@@ -223,10 +223,9 @@ class LoopbackTransport(Transport):
         if not posted.fate.lands:
             return
         for ours, theirs, length in landing:
-            sides = ((self, ours), (posted.end, theirs))
-            (giver, source), (taker, target) = sides if posted.operation is Operation.WRITE else sides[::-1]
+            source, target = (ours, theirs) if posted.operation is Operation.WRITE else (theirs, ours)
             if self._fabric.witness is not None:
-                self._fabric.witness(giver, source, taker, target, length)
+                self._fabric.witness(posted.operation, source, target, length)
             ctypes.memmove(target, source, length)
 
     def release(self, handle: Handle) -> bool:
