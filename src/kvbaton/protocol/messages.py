@@ -96,11 +96,15 @@ class SegmentPosted(msgspec.Struct, frozen=True, tag="segment_posted"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """D to P: I am still waiting for this transfer. `answers` is the number of the Confirm that asked, if one did."""
+    """D to P: I am still waiting for this transfer. `answers` is the number of the Confirm that asked, if one did.
+
+    `lacks_offer`: pull, and no Offer has come; if one was sent, it was lost.
+    """
 
     transfer_id: Id
     from_incarnation: Id
     answers: Count = 0
+    lacks_offer: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -376,9 +376,10 @@ class DestinationEnd:
     def _remind(self, leg: Leg) -> None:
         """The prefill side hears of us; of a leg that we gave up, that we did: the first time may have been lost."""
         if leg.rendezvous.state is State.DRAINING and leg.direction is Direction.PUSH:
-            self._lines.say(leg.endpoint, Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason))
+            self._tell(leg, Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason))
         else:
-            self._lines.say(leg.endpoint, Renew(leg.transfer_id, leg.incarnation))
+            lacks_offer = leg.direction is Direction.PULL and leg.rendezvous.state is State.OPEN
+            self._tell(leg, Renew(leg.transfer_id, leg.incarnation, lacks_offer=lacks_offer))
 
     def _is_unanswered(self, leg: Leg, now_s: float) -> bool:
         line = self._lines.find(leg.endpoint)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvbaton.errors import BatonError, PeerLost
-from kvbaton.protocol.messages import Accepted, Cancel, Confirm, Ended, Offer, SegmentPosted, SideMessage, encode
+from kvbaton.protocol.messages import Accepted, Cancel, Confirm, Ended, Offer, Renew, SegmentPosted, SideMessage, encode
 from kvbaton.protocol.rendezvous import Effect, Input, State
 from kvbaton.runtime.events import SourceAdvanced
 from kvbaton.runtime.metrics import Why
@@ -91,7 +91,7 @@ class Serving:
             return True
         if reader.question is None:
             self._num_questions += 1
-            reader.question = self._num_questions
+            reader.question, reader.asked_s = self._num_questions, now_s
         self.say(reader.caller, Confirm(transfer.transfer_id, reader.question))  # again, if need be: words get lost
         return False
 
@@ -106,11 +106,13 @@ class Serving:
             reader.heard_s = NEVER_S
 
     def heard(self, reader: Reader, caller: Caller, now_s: float, *, answers: int = 0) -> None:
-        """A word of the reader's: is it known to be fresh? An answer is younger than our question, whatever the delays."""
+        """A word of the reader's: how old may it be? An answer is younger than our question, and no more is known of it:
+        we may have stood still since we asked.
+        """
         reader.caller = caller
         if answers and answers == reader.question:
             reader.question = None
-            reader.heard_s = now_s
+            reader.heard_s = reader.asked_s
         elif reader.question is None and now_s >= self._in_doubt_until_s:
             reader.heard_s = now_s
 
@@ -132,10 +134,9 @@ class Serving:
         )
         self.say(reader.caller, reader.offer)
 
-    def renewed(self, transfer: SourceTransfer, reader: Reader, caller: Caller, now_s: float, *, answers: int) -> None:
-        """The reader still waits. By another connection than before, it may have missed what was said on the old one."""
-        is_new_connection = caller != reader.caller
-        self.heard(reader, caller, now_s, answers=answers)
+    def renewed(self, transfer: SourceTransfer, reader: Reader, caller: Caller, message: Renew, now_s: float) -> None:
+        """The reader still waits, maybe for an offer that was lost on its way."""
+        self.heard(reader, caller, now_s, answers=message.answers)
         if transfer.request_id is not None:
             reader.rendezvous.heard(now_s)
         if reader.rendezvous.state is State.DRAINING and reader.offer is not None:
@@ -143,7 +144,7 @@ class Serving:
             self.say(caller, Cancel(transfer.transfer_id, self._rank.incarnation, reader.rendezvous.reason))
             return
         self.say(caller, Accepted(transfer.transfer_id))
-        if is_new_connection and reader.offer is not None and reader.rendezvous.state is State.OFFERED:
+        if message.lacks_offer and reader.offer is not None and reader.rendezvous.state is State.OFFERED:
             self.say(caller, reader.offer)
         self.match(transfer, reader, now_s)
 

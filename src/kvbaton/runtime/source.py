@@ -57,6 +57,7 @@ class SourceEnd:
         self._rank = rank
         self._transfers: dict[TransferId, SourceTransfer] = {}
         self._remembered = Remembered()
+        self._said_no = Remembered()
         self._refused = Seldom(rank.clock)
         self._serving = Serving(rank, self._reader_closed)
 
@@ -163,14 +164,14 @@ class SourceEnd:
         refusal = self._why_not(register, now_s)
         if refusal is not None:
             self._rank.journal.tally.count(REFUSED, self._why_refused(register))
-            self._serving.say_ended(caller, transfer_id, *refusal)
+            self._say_no(caller, register, *refusal, now_s)
             return
         try:
             peer = self._greet(register, now_s)
             if peer is not None:
                 check_blocks(peer.hello.layout, register.blocks)
         except BatonError as error:
-            self._refuse(caller, transfer_id, error)
+            self._refuse(caller, register, error, now_s)
             return
         if peer is None:
             self._serving.say(caller, HelloWanted(transfer_id))
@@ -179,7 +180,7 @@ class SourceEnd:
         reader = None if known is None else known.readers.get(register.from_incarnation)
         if reader is None and peer.num_transfers >= MAX_TRANSFERS_PER_READER:
             reason = f"{peer.num_transfers} transfers from this decode rank are open here, and more are not taken"
-            self._serving.say_ended(caller, transfer_id, Outcome.FAILED, reason)
+            self._say_no(caller, register, Outcome.FAILED, reason, now_s)
             return
         if not self._serving.say(caller, Accepted(transfer_id)):
             # It hung up while its registration lay here unread: the blocks may be somebody else's by now.
@@ -200,17 +201,36 @@ class SourceEnd:
         self._serving.heard(reader, caller, now_s)
         self._serving.match(transfer, reader, now_s)
 
-    def _refuse(self, caller: Caller, transfer_id: TransferId, error: BatonError) -> None:
+    def _say_no(self, caller: Caller, register: Register, outcome: Outcome, reason: str, now_s: float) -> None:
+        """That is final: whoever hears it gives the blocks back, and the same registration may come a second time.
+
+        Or it came a second time just now, and we are writing already: then that ends first, and says so itself.
+        """
+        transfer_id = TransferId(register.transfer_id)
+        transfer = self._transfers.get(transfer_id)
+        reader = None if transfer is None else transfer.readers.get(register.from_incarnation)
+        if transfer is None or reader is None or reader.rendezvous.is_closed:
+            self._said_no.add(_name_of(register), outcome, reason, now_s)
+            self._serving.say_ended(caller, transfer_id, outcome, reason)
+        elif _is_same(reader.register, register):
+            self._serving.feed(transfer, reader, Input.FAIL, now_s, reason)
+        else:
+            self._serving.say_ended(caller, transfer_id, outcome, reason)
+
+    def _refuse(self, caller: Caller, register: Register, error: BatonError, now_s: float) -> None:
         if num_refused := self._refused.add():
             reason = one_line(str(error), MAX_LOGGED_CHARACTERS)
-            logger.warning("Transfer %s refused (one of %d lately): %s", transfer_id, num_refused, reason)
+            logger.warning("Transfer %s refused (one of %d lately): %s", register.transfer_id, num_refused, reason)
         self._rank.journal.no_handshake()
         self._rank.journal.tally.count(REFUSED, Why.of(error))
-        self._serving.say_ended(caller, transfer_id, Outcome.FAILED, str(error))
+        self._say_no(caller, register, Outcome.FAILED, str(error), now_s)
 
     def _why_not(self, register: Register, now_s: float) -> tuple[Outcome, str] | None:
         if register.to_engine_id != self._rank.engine_id:
             return Outcome.FAILED, f"this is engine {self._rank.engine_id}, not {register.to_engine_id}"
+        memory = self._said_no.recall(_name_of(register), now_s)
+        if memory is not None:
+            return memory.outcome, memory.reason
         transfer = self._transfers.get(TransferId(register.transfer_id))
         if transfer is not None:
             return _why_no_reader(transfer, register)
@@ -260,7 +280,7 @@ class SourceEnd:
             outcome = reader.rendezvous.outcome or Outcome.FAILED
             self._serving.say_ended(caller, transfer_id, outcome, reader.rendezvous.reason)
             return
-        self._serving.renewed(transfer, reader, caller, now_s, answers=message.answers)
+        self._serving.renewed(transfer, reader, caller, message, now_s)
 
     def _cancelled(self, caller: Caller, message: Cancel, now_s: float) -> None:
         transfer_id, reason = TransferId(message.transfer_id), message.reason or "cancelled by the decode side"
@@ -422,6 +442,11 @@ def _why_unclaimed(transfer: SourceTransfer) -> str:
     if not transfer.readers:
         return "no decode side registered before the lease ended"
     return f"{len(transfer.readers)} of {transfer.num_readers} decode ranks registered before the lease ended"
+
+
+def _name_of(register: Register) -> TransferId:
+    """One reader of a transfer."""
+    return TransferId(f"{register.transfer_id} {register.from_incarnation}")
 
 
 def _is_same(known: Register, again: Register) -> bool:

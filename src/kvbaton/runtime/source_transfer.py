@@ -34,6 +34,8 @@ class Reader:
     """Its last word that is known to be fresh; minus infinity when none is."""
     question: int | None = None
     """The number of our Confirm that it has not answered yet."""
+    asked_s: float = NEVER_S
+    """When we asked it first."""
     move: Move | None = None
     offered_s: float | None = None
     offer: Offer | None = None
