@@ -49,13 +49,17 @@ def at_e(rest: str, waited: str = "5.1 s") -> str:
         ),
         (
             kv(state=State.DRAINING, ended_because="the decode request was given up"),
-            "Transfer t: given up (the decode request was given up), but its blocks have waited 5.1 s until nothing can "
-            "touch them: E/0 has not said that it stopped; connection up, last heard 1.2 s ago",
+            (
+                "Transfer t: given up (the decode request was given up), but its blocks have waited 5.1 s until nothing can "
+                "touch them: E/0 has not said that it stopped; connection up, last heard 1.2 s ago"
+            ),
         ),
         (
             kv(direction=PULL, state=State.DRAINING, num_in_flight=1, ended_because="x"),
-            "Transfer t: given up (x), but its blocks have waited 5.1 s until nothing can touch them: the transport still "
-            "reads 1 segment; connection up, last heard 1.2 s ago",
+            (
+                "Transfer t: given up (x), but its blocks have waited 5.1 s until nothing can touch them: the transport still "
+                "reads 1 segment; connection up, last heard 1.2 s ago"
+            ),
         ),
     ],
 )
@@ -102,8 +106,10 @@ HELD = "Transfer t: 37 blocks of request r have been held for 5.0 s: "
         ),
         (
             BlocksWait("t", 5.0, None, slowest=reader(state=State.OPEN)),
-            "Transfer t: decode rank D/1 has registered and waited 5.0 s for the prefill request, which has not come to "
-            "this engine",
+            (
+                "Transfer t: decode rank D/1 has registered and waited 5.0 s for the prefill request, which has not come to "
+                "this engine"
+            ),
         ),
     ],
 )
@@ -145,10 +151,14 @@ def test_a_decode_side_without_prefill_is_said_at_both_ends(
     said = [text for _, text in waits(caplog)]
     progress = "no segment has arrived" if direction is PUSH else "its blocks are not offered yet"
     assert said == [
-        "Transfer t: decode rank D/0 has registered and waited 5.0 s for the prefill request, which has not come to this "
-        "engine.",
-        f"Transfer t: the decode side has waited 5.0 s for prefill rank P/0 at {p.ticket().host}:{p.channel.port} "
-        f"(registered, accepted; {progress}; connection up, last heard 5.0 s ago).",
+        (
+            "Transfer t: decode rank D/0 has registered and waited 5.0 s for the prefill request, which has not come to this "
+            "engine."
+        ),
+        (
+            f"Transfer t: the decode side has waited 5.0 s for prefill rank P/0 at {p.ticket().host}:{p.channel.port} "
+            f"(registered, accepted; {progress}; connection up, last heard 1.0 s ago)."
+        ),
     ]
     p.prefill(8, [1, 2])
     world.run()
