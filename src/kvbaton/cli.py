@@ -51,6 +51,11 @@ examples:
   kvbaton models list
   kvbaton models prepare tiny
 """
+_KEY_EXAMPLES = """\
+examples:
+  kvbaton key new /etc/kvbaton/cluster.key
+  then, for every engine: its own copy, and "cluster_key_file": "/etc/kvbaton/cluster.key" in kv_connector_extra_config
+"""
 _DOCTOR_EXAMPLES = """\
 examples:
   kvbaton doctor
@@ -214,6 +219,16 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
     return int(doctor.main(json_output=options.json) or 0)
 
 
+def _key(options: argparse.Namespace, _: list[str]) -> int:
+    from kvbaton.cluster_key import make_key_file  # noqa: PLC0415
+
+    make_key_file(options.path)
+    sys.stdout.write(
+        f"{options.path}: a new key, readable by you only. Give every engine of the cluster the same one.\n"
+    )
+    return 0
+
+
 def _demo(options: argparse.Namespace, arguments: list[str]) -> int:
     from kvbaton.bench.demo import main as demo  # noqa: PLC0415
 
@@ -260,6 +275,11 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="prepare it again")
 
 
+def _add_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("new",))
+    parser.add_argument("path", type=Path, metavar="PATH", help="the file to make; must not exist")
+
+
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -273,6 +293,7 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None], 
     "demo": ("Show one handoff, and three ways of serving.", bench_flags.DEMO_EXAMPLES, bench_flags.add_demo, _demo),
     "bench": ("Measure ways of serving side by side.", bench_flags.BENCH_EXAMPLES, bench_flags.add_bench, _bench),
     "models": ("Prepare small models that run anywhere.", _MODELS_EXAMPLES, _add_models, _models),
+    "key": ("Make the key by which engines recognise each other.", _KEY_EXAMPLES, _add_key, _key),
     "doctor": ("Check this environment and say what to mend.", _DOCTOR_EXAMPLES, _add_doctor, _doctor),
 }
 

@@ -97,3 +97,11 @@ class LeaseExpired(BatonError):
 
 class Cancelled(BatonError):
     remedy = Remedy.FAIL_REQUEST
+
+
+def one_line(text: str, max_characters: int) -> str:
+    """What somebody else wrote, fit for a line of a log or of an error: no control characters, not too long."""
+    clean = "".join(
+        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text[:max_characters]
+    )
+    return clean if len(text) <= max_characters else clean[: max_characters - 3] + "..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -52,6 +53,19 @@ def test_clients_that_leave_free_both_sides(pair: Pair, expected: dict[Prompt, A
         leaver.join()
     wait_until_empty(pair, timeout_s=25)
     assert ask(pair.url(direction), PROMPTS[7]).text == expected[PROMPTS[7]].text
+
+
+def test_several_choices_with_one_ticket_load_once(pair: Pair, expected: dict[Prompt, Answer]) -> None:
+    """A router that knows nothing of `n` sends it to the decode engine with the one ticket it has."""
+    prompt = PROMPTS[8]
+    prefilled = ask(pair.prefill.url, prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    ticket = json.loads(prefilled.body)["kv_transfer_params"]
+    del ticket["remote_block_ids"]  # a push
+    # vLLM wants sampling for several choices; among one candidate it is greedy all the same.
+    answer = ask(pair.decode.url, prompt, n=3, temperature=1.0, top_k=1, kv_transfer_params=ticket)
+    assert answer.status == 200, answer.body
+    assert [choice["text"] for choice in json.loads(answer.body)["choices"]] == [expected[prompt].text] * 3
+    wait_until_empty(pair, timeout_s=20)  # sooner than any lease ends
 
 
 def test_a_killed_engine_fails_its_requests_and_can_come_back(pair: Pair, expected: dict[Prompt, Answer]) -> None:

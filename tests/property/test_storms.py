@@ -2,11 +2,12 @@
 
 Afterwards every request was reported exactly once, nothing is left, and at no time did a byte move into a block that had
 been given back, nor out of one: blocks are overwritten with what a later request would write the moment we get them.
-Schedules come from a seeded generator; the seed in a failing test's name replays it.
+Schedules come from a seeded generator; a failing one is named by its seed, which replays it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from random import Random
 import pytest
 
 from kvbaton.runtime.events import SourceRevoked
+from kvbaton.runtime.sidechannel import Endpoint
 from kvbaton.transport.base import Progress
 from kvbaton.transport.loopback import Fabric, Fate
 from kvbaton.types import Direction, RequestId, TransferId
+from tests.runtime.memory_channel import HOST, MemoryChannel
 from tests.runtime.world import BLOCK_BYTES, BLOCK_SIZE, NUM_BLOCKS, Engine, World
 
 NUM_TRANSFERS = 2
@@ -72,6 +75,7 @@ class Storm:
         self.world = World(fabric=Fabric(script=lambda number: script[number] if number < len(script) else Fate()))
         self.p, self.d = self.world.pair()
         self.given_back: list[int] = []
+        self.was_silent = False
         self.stories = [
             Story(
                 index,
@@ -102,6 +106,7 @@ class Storm:
     def step(self) -> None:
         moves: list[Callable[[], None]] = [self.pass_time, self.pass_time, self.land]
         moves += [partial(self.stall, engine) for engine in (self.p, self.d)]
+        moves += [self.break_connection, self.fall_silent] if self.chance.random() < 0.3 else []
         for story in self.stories:
             moves += 2 * [partial(move, story) for move in self.moves_of(story)]
         self.chance.choice(moves)()
@@ -154,10 +159,16 @@ class Storm:
         self.p.driver.submit([SourceRevoked(story.tid, RequestId(f"p{story.index}"), released)])
         self.turn(self.p)
         self.land()
+        waited_s = 0.0
         for _ in range(20):
             self.turn(self.p)
             self.turn(self.d)
-        assert released.is_set()
+        while not released.is_set():  # the word to a reader was lost: the engine waits for the drain's end
+            waited_s += 1.0
+            assert waited_s <= self.world.deadlines.draining_s + 1.0
+            self.world.now_s += 1.0
+            self.turn(self.p)
+            self.turn(self.d)
         self.p.pool[:, story.p_blocks] = SCRIBBLE
         story.stage = "computing"
         story.generation += 1
@@ -193,6 +204,21 @@ class Storm:
         for _ in range(3):
             self.turn(awake)
 
+    def break_connection(self) -> None:
+        """Both processes live; what was said and not heard yet is lost."""
+        for engine in (self.p, self.d):
+            assert isinstance(engine.channel, MemoryChannel)
+            engine.channel._mailbox.clear()
+        self.d.channel.hang_up(Endpoint(HOST, self.p.channel.port))
+
+    def fall_silent(self) -> None:
+        """One process stands still for long enough to be given up, and wakes up again."""
+        self.was_silent = True
+        awake = self.chance.choice((self.p, self.d))
+        for _ in range(self.chance.randint(5, 60)):
+            self.world.now_s += 1.0
+            self.turn(awake)
+
     def pass_time(self) -> None:
         for _ in range(self.chance.randint(1, 6)):
             self.world.now_s += 2.5
@@ -205,15 +231,23 @@ class Storm:
     def turn(self, engine: Engine) -> None:
         if not engine.is_alive:
             return
-        sent, received = self.p.sent.copy(), self.d.received.copy()
+        num_before = self.p.num_reports + self.d.num_reports
+        sent, received = self.p.sent, self.d.received
+        was_sent = [sent[RequestId(f"p{story.index}")] for story in self.stories]
+        was_received = [received[RequestId(f"d{story.index}")] for story in self.stories]
         engine.turn()
-        for story in self.stories:
-            if self.p.sent[RequestId(f"p{story.index}")] > sent[RequestId(f"p{story.index}")]:
-                assert not self.touched(self.p).intersection(story.p_blocks), "given back while they are still read"
-                self.p.pool[:, story.p_blocks] = SCRIBBLE
-            if self.d.received[RequestId(f"d{story.index}")] > received[RequestId(f"d{story.index}")]:
-                self.received(story)
-        assert (self.d.pool[:, self.given_back] == SCRIBBLE).all(), "a byte moved into a block that was given back"
+        if self.p.num_reports + self.d.num_reports > num_before:
+            for story, num_sent, num_received in zip(self.stories, was_sent, was_received, strict=True):
+                if sent[RequestId(f"p{story.index}")] > num_sent:
+                    # After a lease has run out unheard a reader may still be reading. It must not believe what it reads
+                    # (`received` looks), because by then it is what we scribble here.
+                    is_touched = self.touched(self.p).intersection(story.p_blocks)
+                    assert self.was_silent or not is_touched, "given back while they are still read"
+                    self.p.pool[:, story.p_blocks] = SCRIBBLE
+                if received[RequestId(f"d{story.index}")] > num_received:
+                    self.received(story)
+        if self.given_back:
+            assert (self.d.pool[:, self.given_back] == SCRIBBLE).all(), "a byte moved into a block that was given back"
 
     def touched(self, engine: Engine) -> set[int]:
         """Blocks of this engine that an operation in flight, of whichever side, reads or writes."""
@@ -256,6 +290,8 @@ class Storm:
             for _ in range(2):
                 self.turn(self.p)
                 self.turn(self.d)
+            if not any(each.is_alive and (each.num_transfers or each.is_busy) for each in (self.p, self.d)):
+                break
         used = {block for story in self.stories for block in story.p_blocks}
         for engine in (self.p, self.d):
             engine.may_change |= used
@@ -263,21 +299,35 @@ class Storm:
                 engine.check()
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_any_schedule(seed: int) -> None:
+NUM_STORMS = int(os.environ.get("KVBATON_NUM_STORMS", "20000"))
+STORMS_PER_TEST = 500
+
+
+def run(seed: int, victim: str | None = None) -> None:
     storm = Storm(seed)
     storm.begin()
-    for _ in range(storm.chance.randint(1, 15)):
+    for _ in range(storm.chance.randint(0, 15)):
         storm.step()
+    if victim is not None:
+        (storm.p if victim == "prefill" else storm.d).crash()
     storm.end()
 
 
-@pytest.mark.parametrize("victim", ["prefill", "decode"])
-@pytest.mark.parametrize("seed", range(60))
-def test_any_schedule_with_a_crash(seed: int, victim: str) -> None:
-    storm = Storm(1000 + seed)
-    storm.begin()
-    for _ in range(storm.chance.randint(0, 8)):
-        storm.step()
-    (storm.p if victim == "prefill" else storm.d).crash()
-    storm.end()
+def victim_of(seed: int) -> str | None:
+    """One storm in ten ends with a crash."""
+    return {0: "prefill", 5: "decode"}.get(seed % 10) if seed >= FIRST_CRASH else None
+
+
+FIRST_CRASH = 1000
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(0, NUM_STORMS, STORMS_PER_TEST))
+def test_any_schedule(first: int) -> None:
+    """20,000 schedules; a longer run is `scripts/storm NUMBER`, one alone is `scripts/storm --seed SEED`."""
+    for seed in range(first, min(first + STORMS_PER_TEST, NUM_STORMS)):
+        try:
+            run(seed, victim_of(seed))
+        except BaseException:
+            print(f"\nThe schedule of seed {seed} failed. Alone: scripts/storm --seed {seed}")  # noqa: T201
+            raise

@@ -40,7 +40,7 @@ from kvbaton.types import Direction, End, Outcome, RequestId
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
-ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+ids = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=20)
 counts = st.integers(0, (1 << 63) - 1)
 blocks = st.lists(st.lists(st.integers(0, (1 << 31) - 1), max_size=4).map(tuple), max_size=3).map(tuple)
 any_int = st.integers(-(1 << 63), (1 << 64) - 1) | st.integers(-1, 70)
@@ -66,7 +66,7 @@ layouts = st.builds(
 )
 hellos = st.builds(Hello, any_int, ids, counts, ids, st.binary(max_size=30), layouts)
 seconds = st.floats(0, 86400, exclude_min=True)
-reasons = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+reasons = st.text(st.characters(exclude_categories=["Cs"]).filter(str.isprintable), max_size=30)
 side: st.SearchStrategy[SideMessage] = st.one_of(
     st.builds(
         Register,

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvbaton.errors import PeerLost
-from kvbaton.runtime.sidechannel import Caller, Endpoint, Received, SideChannel
+from kvbaton.runtime.sidechannel import MAX_RECEIVED, Caller, Endpoint, Received, SideChannel
 
 HOST = "127.0.0.1"
 
@@ -40,6 +40,8 @@ class MemoryChannel(SideChannel):
         self._network = network
         self._mailbox: deque[Received] = deque()
         self._calls: dict[Endpoint, _Line] = {}
+        self.refusals: dict[Endpoint, str] = {}
+        self.suspicions: dict[Endpoint, str] = {}
         network.bound[Endpoint(HOST, self.port)] = self
 
     @property
@@ -59,8 +61,8 @@ class MemoryChannel(SideChannel):
     def receive(self) -> list[Received]:
         for endpoint in self._calls:
             self._deliver(endpoint)
-        news = list(self._mailbox)
-        self._mailbox.clear()
+        news = [self._mailbox.popleft() for _ in range(min(len(self._mailbox), MAX_RECEIVED))]
+        self.is_behind = len(news) == MAX_RECEIVED
         return news
 
     def lost(self) -> list[Endpoint]:
@@ -72,6 +74,12 @@ class MemoryChannel(SideChannel):
         for endpoint in broken:
             self.hang_up(endpoint)
         return broken
+
+    def refused(self) -> list[tuple[Endpoint, str]]:
+        return [(endpoint, self.refusals[endpoint]) for endpoint in self._calls if endpoint in self.refusals]
+
+    def suspicion(self, endpoint: Endpoint) -> str | None:
+        return self.suspicions.get(endpoint)
 
     def send(self, route: Caller | Endpoint, data: bytes) -> None:
         self._network.num_sent += 1

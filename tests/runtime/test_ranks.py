@@ -185,6 +185,7 @@ def test_a_request_is_not_given_back_while_another_leg_of_it_still_moves(directi
     want_all([d], ticket(prefill, direction))
     turn_all(world.engines)
     prefill[0].advance(NUM_TOKENS, P_BLOCKS)
+    prefill[0].finish()
     turn_all(world.engines)
     poster = prefill[0] if direction is PUSH else d
     assert poster.rank.mover.is_busy
@@ -193,7 +194,6 @@ def test_a_request_is_not_given_back_while_another_leg_of_it_still_moves(directi
     assert not d.received
     for posted in poster.transport._posted.values():
         posted.polls_left = 0
-    prefill[0].finish()
     world.run()
     assert d.received[D] == 1
     assert "aborted" in d.failures[D]

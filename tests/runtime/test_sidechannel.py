@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvbaton.errors import PeerLost, UsageError
-from kvbaton.runtime.sidechannel import Caller, Endpoint, Received, SideChannel
+from kvbaton.protocol.messages import MAX_MESSAGE_BYTES
+from kvbaton.runtime import sidechannel
+from kvbaton.runtime.sidechannel import MAX_RECEIVED, Caller, Endpoint, Received, SideChannel
 from tests.runtime.memory_channel import HOST, MemoryChannel, Network
 
 PATIENCE_S = 10.0
@@ -72,6 +75,24 @@ def test_messages_of_one_caller_keep_their_order(open_channel: Open) -> None:
     news = hear(a, 50)
     assert [received.data for received in news] == [b"%d" % number for number in range(50)]
     assert len({received.route for received in news}) == 1
+
+
+def test_a_flood_is_read_in_bounded_turns_and_nothing_of_it_is_lost(open_channel: Open) -> None:
+    a, b = open_channel(0), open_channel(0)
+    assert not a.is_behind
+    num_sent, news = 3 * MAX_RECEIVED, list[Received]()
+    for number in range(num_sent):
+        b.send(Endpoint(HOST, a.port), b"%d" % number)
+    was_behind, end_s = False, time.monotonic() + PATIENCE_S
+    while len(news) < num_sent and time.monotonic() < end_s:
+        time.sleep(0.05)  # so that more is there than one turn takes
+        taken = a.receive()
+        assert len(taken) <= MAX_RECEIVED
+        assert a.is_behind == (len(taken) == MAX_RECEIVED)
+        was_behind |= a.is_behind
+        news += taken
+    assert [received.data for received in news] == [b"%d" % number for number in range(num_sent)]
+    assert was_behind
 
 
 def test_what_was_said_before_hanging_up_still_arrives_but_cannot_be_answered(open_channel: Open) -> None:
@@ -185,3 +206,57 @@ def test_an_address_where_nobody_ever_listened_is_not_lost() -> None:
     assert received.data == b"hello"
     for each in (late, channel):
         each.close()
+
+
+def test_words_for_an_address_where_nobody_reads_are_dropped_in_the_end_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And it does not count as lost: it may be alive, and writing into our blocks."""
+    monkeypatch.setattr(sidechannel, "MAX_WAITING_OUT", 5)
+    listener = socket.create_server((HOST, 0))
+    channel = SideChannel(HOST, 0)
+    endpoint = Endpoint(HOST, listener.getsockname()[1])
+    with caplog.at_level(logging.WARNING, "vllm.kvbaton"):
+        for _ in range(50):
+            channel.send(endpoint, b"hello")
+    assert channel.lost() == []
+    assert [record.getMessage() for record in caplog.records] == [
+        f"1 messages were dropped, the last to {endpoint.address}, which does not read."
+    ]
+    channel.close()
+    listener.close()
+
+
+def test_a_caller_that_does_not_read_is_lost_before_it_costs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidechannel, "MAX_WAITING_OUT", 5)
+    monkeypatch.setattr(sidechannel, "MAX_WAITING_IN", 5)
+    a, b = SideChannel(HOST, 0), SideChannel(HOST, 0)
+    b.send(Endpoint(HOST, a.port), b"hello")
+    (received,) = hear(a)
+
+    def say_too_much() -> None:
+        for _ in range(1000):
+            a.send(received.route, bytes(1 << 20))
+            time.sleep(0.001)
+
+    with pytest.raises(PeerLost, match="no longer connected, or does not read"):
+        say_too_much()
+    for channel in (a, b):
+        channel.close()
+
+
+def test_too_large_a_message_ends_its_connection_and_no_other() -> None:
+    a, b, c = (SideChannel(HOST, 0) for _ in range(3))
+    endpoint = Endpoint(HOST, a.port)
+    c.send(endpoint, b"before")
+    hear(a)
+    b.send(endpoint, bytes(MAX_MESSAGE_BYTES + 1))
+    c.send(endpoint, b"after")
+    (received,) = hear(a)
+    assert received.data == b"after"
+    end_s = time.monotonic() + 0.3
+    while time.monotonic() < end_s:
+        a.wait(0.02)
+        assert a.receive() == []
+    for channel in (a, b, c):
+        channel.close()

@@ -105,6 +105,7 @@ class Engine:
         self.sent: Counter[RequestId] = Counter()
         self.received: Counter[RequestId] = Counter()
         self.failures: dict[RequestId, str] = {}
+        self.num_reports = 0
         self.expected: Counter[RequestId] = Counter()
         moves_bytes = self._open_transport(agent_name(name, rank, incarnation))
         self.channel = world.make_channel(world.network, port)
@@ -186,6 +187,9 @@ class Engine:
 
     def collect(self) -> None:
         batch = self.results.take()
+        if not (batch.sent or batch.received):
+            return
+        self.num_reports += 1
         self.sent.update(batch.sent)
         self.received.update(batch.received)
         assert not batch.failed.keys() - batch.received

@@ -97,6 +97,58 @@ class TestDeployment:
             assert state.launcher.pid == os.getpid()
         assert marked() == []
 
+    def test_the_engines_share_a_key_that_is_seen_nowhere_and_ends_with_them(
+        self, tmp_path: Path, marked: Marked
+    ) -> None:
+        key_path = tmp_path / "default" / "cluster.key"
+        with Deployment(fake_spec(tmp_path)) as deployment:
+            key = key_path.read_text().strip()
+            assert len(key) == 64
+            assert key_path.stat().st_mode & 0o777 == 0o600
+            for instance in deployment.instances:
+                config = instance.plan.argv[instance.plan.argv.index("--kv-transfer-config") + 1]
+                assert json.loads(config)["kv_connector_extra_config"]["cluster_key_file"] == str(key_path)
+            assert "cluster_key_file" not in deployment.router.plan.shell()
+            deployment.kill(deployment.instances[0])
+            deployment.start(deployment.instances[0])
+            assert key_path.read_text().strip() == key  # whoever comes back must be recognised
+            for pid in [os.getpid(), *marked()]:
+                for what in ("cmdline", "environ"):
+                    assert key.encode() not in Path(f"/proc/{pid}/{what}").read_bytes()
+            others = [each for each in (tmp_path / "default").rglob("*") if each.is_file() and each != key_path]
+            assert tmp_path / "default" / "state.json" in others
+            assert not [each for each in others if key.encode() in each.read_bytes()]
+        assert not key_path.exists()
+        assert marked() == []
+
+    def test_every_start_has_a_key_of_its_own(self, tmp_path: Path, marked: Marked) -> None:
+        """Also after one that was killed and left its key behind."""
+        key_path, keys = tmp_path / "default" / "cluster.key", set[str]()
+        key_path.parent.mkdir()
+        key_path.write_text("left over")
+        for _ in range(2):
+            with Deployment(fake_spec(tmp_path)):
+                keys.add(key_path.read_text())
+        assert len(keys) == 2
+        assert "left over" not in keys
+        assert marked() == []
+
+    def test_a_start_that_fails_leaves_no_key(self, tmp_path: Path, marked: Marked) -> None:
+        with pytest.raises(DeploymentError):
+            Deployment(fake_spec(tmp_path, decode_args=("--die-before-ready", "3"))).open()
+        assert not (tmp_path / "default" / "cluster.key").exists()
+        assert marked() == []
+
+    @pytest.mark.parametrize(
+        "fields", [{"connector_config": {"cluster_key_file": "/elsewhere"}}, {"connector": Connector.NONE}]
+    )
+    def test_no_key_is_made_where_none_is_used(self, tmp_path: Path, marked: Marked, fields: dict[str, object]) -> None:
+        with Deployment(fake_spec(tmp_path, **fields)) as deployment:
+            assert not (tmp_path / "default" / "cluster.key").exists()
+            shown = deployment.instances[0].plan.shell()
+            assert ("/elsewhere" in shown) == ("connector_config" in fields)
+        assert marked() == []
+
     def test_the_first_request_reports_the_kv_that_moved(self, tmp_path: Path, marked: Marked) -> None:
         with Deployment(fake_spec(tmp_path)) as deployment:
             assert "KV moved: 2.00 MB in 4.0 ms (1 segment)" in first_request(deployment)
@@ -358,7 +410,9 @@ class TestUp:
     def test_a_dry_run_prints_and_starts_nothing(self, launcher: Launcher, marked: Marked, tmp_path: Path) -> None:
         done = subprocess.run(launcher.up_command("--dry-run"), capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0
-        assert [line for line in done.stdout.splitlines() if line.startswith("#")] == [
+        about_key, *names = [line for line in done.stdout.splitlines() if line.startswith("#")]
+        assert "kvbaton key new" in about_key
+        assert names == [
             "# prefill-0",
             "# decode-0",
             "# router",

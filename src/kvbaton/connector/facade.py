@@ -17,9 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pipeline_model_parallel_rank, get_tensor_model_parallel_rank
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvbaton.connector.caches import describe_caches, refuse_unsupported
+from kvbaton.connector.caches import describe_caches, refuse_unsupported, windowed_groups
 from kvbaton.connector.fence import record_fence
 from kvbaton.connector.handover import RankAddress, StepHandover
 from kvbaton.connector.scheduler import SchedulerSide
@@ -41,14 +42,19 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
+_GIVEN_UP = {RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED}
+
+
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):
+    _cache_hit_source = CacheHitSource.P2P
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Raises UsageError for the configuration, Unsupported for the model or the build."""
         super().__init__(vllm_config, role, kv_cache_config)
@@ -64,12 +70,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             identity = PrefillIdentity(
                 engine_id=engine_id,
-                host=settings.side_channel_host,
+                host=settings.peer_host,
                 port=settings.side_channel_port,
                 tp_size=parallel.tensor_parallel_size,
                 pp_size=parallel.pipeline_parallel_size,
             )
-            self._scheduler = SchedulerSide(settings, identity)
+            self._scheduler = SchedulerSide(settings, identity, transfer.kv_role)
         else:
             first_rank = parallel.data_parallel_index * parallel.world_size
             self._worker = WorkerSide(settings, engine_id, rank=_rank_in_engine(parallel), first_rank=first_rank)
@@ -99,7 +105,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._scheduler_side.num_expected_tokens(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All that take part in transfers: blocks that a load fills must not be zeroed by a step that runs meanwhile."""
+        group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return group_ids
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         block_ids = tuple(tuple(group) for group in blocks.get_block_ids())
@@ -114,8 +125,20 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
         return self._scheduler_side.step(scheduler_output, blocks_of)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        windowed = windowed_groups(self._kv_cache_config)
+        if windowed:
+            depth = self._vllm_config.max_concurrent_batches
+            self._scheduler_side.pin_in(kv_cache_manager.block_pool, windowed, depth)
+
+    def has_pending_push_work(self) -> bool:
+        # Held blocks need no such hint: vLLM steps on while a finished request is in its books.
+        return self._scheduler_side.is_waiting_for_steps
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler_side.loads_ended(connector_output.finished_recving or ())
+        self._scheduler_side.sends_ended(connector_output.finished_sending or ())
+        self._scheduler_side.loads_ended(connector_output.finished_recving or (), connector_output.failed_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -123,8 +146,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        has_all_kv = request.status in {RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED}
-        return self._scheduler_side.finished(request, block_ids, is_aborted=not has_all_kv)
+        return self._scheduler_side.finished(request, block_ids, is_aborted=request.status in _GIVEN_UP)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         address = metadata[0]
@@ -175,7 +197,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side.submit_after(step, fence)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        batch = self._worker_side.collect(finished_req_ids, is_idle_step=self._step().num_scheduled_tokens == 0)
+        # What `finished_req_ids` says, the step's commands say too, without mistaking a request for an earlier namesake.
+        batch = self._worker_side.collect(is_idle_step=self._step().num_scheduled_tokens == 0)
         return KVConnectorTransferResults(
             finished_sending=set(batch.sent), finished_recving=set(batch.received), failed_recving=set(batch.failed)
         )

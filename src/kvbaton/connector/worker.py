@@ -11,9 +11,10 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbaton.cluster_key import read_key_file
 from kvbaton.connector.handover import RankAddress, StepHandover
 from kvbaton.connector.settings import ConnectorSettings
 from kvbaton.connector.stats import BatonStats
@@ -23,7 +24,6 @@ from kvbaton.protocol.rendezvous import Deadlines
 from kvbaton.runtime.driver import Driver
 from kvbaton.runtime.events import (
     Batch,
-    DestinationCancelled,
     DestinationOpened,
     Fence,
     Results,
@@ -58,7 +58,8 @@ class WorkerSide:
         self._rank_number = rank
         self._incarnation = uuid.uuid4().hex
         port = settings.side_channel_port + first_rank + rank if settings.side_channel_port else 0
-        self._channel = SideChannel(settings.side_channel_host, port)
+        key = None if settings.cluster_key_file is None else read_key_file(Path(settings.cluster_key_file))
+        self._channel = SideChannel(settings.side_channel_host, port, key)
         self._transport = NixlTransport(agent_name(engine_id, rank, self._incarnation), settings.backends)
         self._results = Results()
         self._tally = Tally(settings.report_wait_s)
@@ -69,7 +70,7 @@ class WorkerSide:
 
     @property
     def address(self) -> RankAddress:
-        return RankAddress(self._settings.side_channel_host, self._channel.port)
+        return RankAddress(self._settings.peer_host, self._channel.port)
 
     def register(self, layout: KVLayout, spans: list[Span]) -> None:
         """The memory is known to the transport and the driver runs. Raises RegistrationFailed."""
@@ -153,14 +154,12 @@ class WorkerSide:
                 ]
             )
 
-    def collect(self, finished: Iterable[str], *, is_idle_step: bool) -> Batch:
-        """Requests whose transfers are over. Raises whatever the driver died of."""
-        cancelled = self._loading.intersection(RequestId(request_id) for request_id in finished)
-        if cancelled and self._driver is not None:
-            self._driver.submit([DestinationCancelled(request_id) for request_id in cancelled])
+    def collect(self, *, is_idle_step: bool) -> Batch:
+        """Requests whose transfers are over, each once. Raises whatever the driver died of."""
         if is_idle_step and (self._loading or self._held) and not self._rejected:
             self._results.wait(self._settings.idle_wait_s)
         batch = self._results.take()
+        self._drop_strangers(batch)
         batch.received.update(self._rejected)
         batch.failed.update(self._rejected)
         self._rejected = {}
@@ -172,6 +171,15 @@ class WorkerSide:
         """What was counted since the last call; None when there is nothing new."""
         snapshot = self._tally.take(time.monotonic())
         return None if snapshot is None else BatonStats.of(self._rank_number, snapshot)
+
+    def _drop_strangers(self, batch: Batch) -> None:
+        """The scheduler of vLLM dies of a request that it does not know, or no longer knows."""
+        strangers = (batch.received - self._loading) | (batch.sent - self._held)
+        if strangers:
+            logger.error("The driver reports requests that nobody waits for: %s", ", ".join(sorted(strangers)))
+            batch.received &= self._loading
+            batch.sent &= self._held
+            batch.failed = {each: reason for each, reason in batch.failed.items() if each in self._loading}
 
     def shutdown(self) -> None:
         """Idempotent."""

@@ -16,8 +16,6 @@ from kvbaton.errors import RemoteProtocolError
 from kvbaton.geometry.mapping import Int64Array, PeerMapping, RegionClass, Rows, join
 from kvbaton.types import End
 
-_NO_ROWS = np.empty(0, dtype=np.int64)
-
 
 @dataclass(frozen=True)
 class Descriptors:
@@ -63,21 +61,22 @@ def describe(
     ):
         if len(lists) != num_groups:
             raise RemoteProtocolError(f"{whose} block lists are for {len(lists)} cache groups; expected {num_groups}")
-    parts: list[tuple[Int64Array, Int64Array, Int64Array]] = [(_NO_ROWS, _NO_ROWS, _NO_ROWS)]
+    parts: list[_InAnyRegion] = []
     for pair in mapping.pairs if first_token < end_token else ():
         ours = np.asarray(our_blocks[pair.our_group], dtype=np.int64)
         theirs = np.asarray(their_blocks[pair.their_group], dtype=np.int64)
         needed_from = max(0, num_tokens - pair.window_tokens) if pair.window_tokens else 0
         for alike in pair.classes:
-            starts = _chunk_starts(alike, first_token, end_token)
             _check(ours, alike.ours, end_token, "our")
             _check(theirs, alike.theirs, end_token, "the peer's")
+            starts = _chunk_starts(alike, first_token, end_token)
             ids = ours[starts // alike.ours.block_tokens], theirs[starts // alike.theirs.block_tokens]
             at_source, at_destination = ids if mapping.our_end is End.SOURCE else ids[::-1]
             destination = alike.theirs if mapping.our_end is End.SOURCE else alike.ours
             starts = _wanted(destination, at_source, at_destination, starts, needed_from)
-            parts.append(_describe_class(alike, ours, theirs, starts))
-    return Descriptors(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+            if starts.size:
+                parts.append(_describe_class(alike, ours, theirs, starts))
+    return _in_every_region(parts)
 
 
 def _chunk_starts(alike: RegionClass, first_token: int, end_token: int) -> Int64Array:
@@ -124,21 +123,39 @@ def _wanted(
     return wanted
 
 
-def _describe_class(
-    alike: RegionClass, ours: Int64Array, theirs: Int64Array, starts: Int64Array
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    if starts.size == 0:
-        return _NO_ROWS, _NO_ROWS, _NO_ROWS
+@dataclass(frozen=True)
+class _InAnyRegion:
+    """What is moved in each region of a class, int64[num_pieces] each, from its base address on."""
+
+    alike: RegionClass
+    our_offset: Int64Array
+    their_offset: Int64Array
+    length_bytes: Int64Array
+
+
+def _describe_class(alike: RegionClass, ours: Int64Array, theirs: Int64Array, starts: Int64Array) -> _InAnyRegion:
+    """The chunks that begin at these tokens, joined."""
     pieces = alike.pieces
     our_row, our_chunk = _rows_of(alike.ours, ours, starts, alike.chunk_tokens)
     their_row, their_chunk = _rows_of(alike.theirs, theirs, starts, alike.chunk_tokens)
     our_offset = (our_row[:, None] + our_chunk[:, None] * pieces.our_step + pieces.ours).ravel()
     their_offset = (their_row[:, None] + their_chunk[:, None] * pieces.their_step + pieces.theirs).ravel()
-    length = np.tile(pieces.length_bytes, starts.size)
-    our_offset, their_offset, length = join(our_offset, their_offset, length)
-    our_address = alike.our_base[:, None] + our_offset[None, :]
-    their_address = alike.their_base[:, None] + their_offset[None, :]
-    return our_address.ravel(), their_address.ravel(), np.tile(length, alike.our_base.size)
+    return _InAnyRegion(alike, *join(our_offset, their_offset, np.tile(pieces.length_bytes, starts.size)))
+
+
+def _in_every_region(parts: list[_InAnyRegion]) -> Descriptors:
+    """All regions of all classes, region by region; every number is written once."""
+    num_descriptors = sum(part.alike.our_base.size * part.length_bytes.size for part in parts)
+    our_address, their_address, length_bytes = (np.empty(num_descriptors, dtype=np.int64) for _ in range(3))
+    begin = 0
+    for part in parts:
+        shape = part.alike.our_base.size, part.length_bytes.size
+        end = begin + shape[0] * shape[1]
+        np.add(part.alike.our_base[:, None], part.our_offset, out=our_address[begin:end].reshape(shape))
+        np.add(part.alike.their_base[:, None], part.their_offset, out=their_address[begin:end].reshape(shape))
+        length_bytes[begin:end].reshape(shape)[:] = part.length_bytes
+        begin = end
+    return Descriptors(our_address, their_address, length_bytes)
 
 
 def _rows_of(rows: Rows, blocks: Int64Array, starts: Int64Array, chunk_tokens: int) -> tuple[Int64Array, Int64Array]:

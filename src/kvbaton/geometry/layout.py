@@ -6,6 +6,8 @@ it was made. The axis order is nothing but a choice of strides. Next: topology.p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from kvbaton.errors import RemoteProtocolError
@@ -18,6 +20,7 @@ MAX_RANKS = 4096
 MAX_BLOCK_TOKENS = 1 << 18
 MAX_ROW_PIECES = 1 << 18
 MAX_PARTS = 8
+MAX_BLOCKS = 1 << 31
 MAX_HEADS = 1 << 16
 
 
@@ -177,3 +180,19 @@ def _num_pieces(part: Part, row_tokens: int) -> int:
 def bytes_per_token(layout: KVLayout) -> int:
     """Of one token's KV in all layers of this rank, at least one."""
     return max(1, sum(region.bytes_per_token for region in layout.regions))
+
+
+def check_blocks(layout: KVLayout, blocks: Sequence[Sequence[int]]) -> None:
+    """Raises RemoteProtocolError for block lists that a rank with this layout cannot have."""
+    if len(blocks) != len(layout.block_size_tokens):
+        raise RemoteProtocolError(
+            f"block lists for {len(blocks)} cache groups from a rank that has {len(layout.block_size_tokens)}"
+        )
+    num_blocks = {
+        region.cache_group: region.num_rows * region.row_tokens // layout.block_size_tokens[region.cache_group]
+        for region in layout.regions
+    }
+    for group, ids in enumerate(blocks):
+        most = num_blocks.get(group, MAX_BLOCKS)
+        if len(ids) > most or (ids and not 0 <= min(ids) <= max(ids) < most):
+            raise RemoteProtocolError(f"{len(ids)} block ids up to {max(ids)} from a rank that has {most} blocks")

@@ -13,6 +13,7 @@ import msgspec
 
 from kvbaton.launch.machine import Device, Machine, format_cores, split_cores
 from kvbaton.launch.spec import Connector, DeploymentSpec, Role
+from kvbaton.launch.state import RunDir
 
 _GIB = 1 << 30
 _CPU_BLOCK_SIZE = 32
@@ -74,6 +75,8 @@ def kv_transfer_config(spec: DeploymentSpec, role: Role, seat: Seat) -> dict[str
     if spec.connector is Connector.BATON:
         config["kv_connector_module_path"] = "kvbaton.connector"
         extra = {"side_channel_host": spec.side_channel_host, "side_channel_port": seat.side_channel_port}
+        if spec.makes_own_key:
+            extra["cluster_key_file"] = str(RunDir(spec.state_dir).key_path)
         if seat.trace_path:
             extra["trace_path"] = seat.trace_path
     config |= {"kv_role": _KV_ROLE[role], "kv_load_failure_policy": spec.kv_load_failure_policy}

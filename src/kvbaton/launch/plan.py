@@ -125,7 +125,7 @@ def _plan_engine(
         trace_path=_trace_path(spec, name) if spec.trace and spec.connector is Connector.BATON else None,
         cores=cores,
         gpus=gpus,
-        side_channel_port=_side_channel_port(spec, ports, seat, name),
+        side_channel_port=_side_channel_port(spec, ports, seat, (name, role)),
     )
     return msgspec.structs.replace(
         draft,
@@ -167,13 +167,17 @@ def _trace_path(spec: DeploymentSpec, name: str) -> str:
     return str((Path(spec.state_dir) / "traces").absolute() / f"{name}.jsonl")
 
 
-def _side_channel_port(spec: DeploymentSpec, ports: Ports, seat: int, name: str) -> int | None:
+def _side_channel_port(spec: DeploymentSpec, ports: Ports, seat: int, who: tuple[str, Role]) -> int | None:
+    """Of the engine's first rank; the others use the ports after it."""
     if spec.connector is Connector.NONE:
         return None
     fixed = spec.side_channel_ports[seat] if spec.side_channel_ports else 0
+    what, num_ranks = f"the side channel of {who[0]}", spec.tp_of(who[1])
     if spec.connector is Connector.BATON and not fixed:
+        if num_ranks > 1:
+            return ports.take_run(spec.side_channel_host, num_ranks, what=what)
         return 0  # our side channel binds any free port and announces it in P's answer
-    return ports.take(spec.side_channel_host, fixed, what=f"the side channel of {name}")
+    return ports.take(spec.side_channel_host, fixed, what=what)
 
 
 def _cores_per_engine(

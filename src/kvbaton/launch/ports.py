@@ -13,6 +13,9 @@ import psutil
 
 from kvbaton.launch.remedy import usage_error
 
+_MAX_PORT = 65535
+_MAX_TRIES = 100
+
 
 class Ports:
     """Hands out ports, each once."""
@@ -36,6 +39,17 @@ class Ports:
             if port not in self._avoided:
                 self._avoided.add(port)
                 return port
+
+    def take_run(self, host: str, count: int, *, what: str) -> int:
+        """The first of `count` consecutive free ports. UsageError when none can be found."""
+        for _ in range(_MAX_TRIES):
+            first = _any_free(host)
+            run = range(first, first + count)
+            is_free = run[-1] <= _MAX_PORT and self._avoided.isdisjoint(run)
+            if is_free and all(_can_bind(host, port) for port in run):
+                self._avoided.update(run)
+                return first
+        raise usage_error(f"no {count} consecutive free ports for {what}", "Name the first of them yourself.")
 
 
 def preferred(host: str, wanted: int) -> int:

@@ -119,6 +119,11 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.run_dir or f".kvbaton/{self.name}"
 
     @property
+    def makes_own_key(self) -> bool:
+        """The launcher makes the engines a cluster key, and removes it at the end."""
+        return self.connector is Connector.BATON and "cluster_key_file" not in self.connector_config
+
+    @property
     def fixed_ports(self) -> list[int]:
         ports = (self.router_port, *self.prefill_ports, *self.decode_ports, *self.side_channel_ports)
         return [port for port in ports if port]

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import msgspec
 
+from kvbaton.cluster_key import make_key_file
 from kvbaton.launch.identity import Identity, session_members, wait_gone
 from kvbaton.launch.remedy import deployment_error, usage_error
 
 _STATE = "state.json"
 _LOCK = "lock"
+_KEY = "cluster.key"
 
 
 class Phase(enum.Enum):
@@ -73,6 +75,16 @@ class RunDir:
         self.path = Path(path)
         self._lock_fd = -1
 
+    @property
+    def key_path(self) -> Path:
+        """Of the cluster key that the deployment's engines share, where it has one of its own."""
+        return (self.path / _KEY).absolute()
+
+    def make_key(self) -> None:
+        """The engines' key is new, and gone when the deployment is forgotten. Only the launcher asks for it."""
+        self.key_path.unlink(missing_ok=True)
+        make_key_file(self.key_path)
+
     def check_free(self, name: str) -> None:
         """DeploymentError when a launcher is at work here; asked before anything slow happens."""
         state = self.read()
@@ -119,7 +131,8 @@ class RunDir:
         draft.replace(self.path / _STATE)
 
     def forget(self) -> None:
-        """No deployment is recorded."""
+        """No deployment is recorded, and its key opens nothing any more."""
+        self.key_path.unlink(missing_ok=True)
         (self.path / _STATE).unlink(missing_ok=True)
 
     def _already_running(self, name: str) -> Exception:

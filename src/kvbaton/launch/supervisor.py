@@ -160,6 +160,8 @@ class Deployment:
             )
         self._run_dir.lock(self.spec.name)
         try:
+            if self.spec.makes_own_key:
+                self._run_dir.make_key()
             self._forget_old_traces()
             self._launch(self.instances)
             self._launch([self.router])

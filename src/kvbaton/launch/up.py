@@ -75,6 +75,9 @@ def dry_run(spec: DeploymentSpec, machine: Machine, out: TextIO) -> int:
     """Every command as a shell line; starts nothing."""
     plan = build_plan(spec, machine)
     out.writelines(f"# warning: {warning}\n" for warning in plan.warnings)
+    if spec.makes_own_key:
+        path = RunDir(spec.state_dir).key_path
+        out.write(f"# `up` makes the engines' key by itself; elsewhere: kvbaton key new {shlex.quote(str(path))}\n")
     out.writelines(f"# {process.name}\n{process.shell()}\n" for process in (*plan.engines, plan.router))
     return 0
 

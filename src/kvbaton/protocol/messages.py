@@ -11,16 +11,18 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from kvbaton.errors import RemoteProtocolError
+from kvbaton.errors import RemoteProtocolError, one_line
 from kvbaton.geometry.layout import KVLayout
 from kvbaton.types import Direction, Outcome
 
 PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_REASON_CHARACTERS = 2000
+PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"
+"""Ids and reasons are logged by whoever receives them."""
 
-Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)]
+Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=PRINTABLE)]
+Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS, pattern=PRINTABLE)]
 Blocks: TypeAlias = tuple[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], ...]
 """Block ids per cache group, in token order from token 0; 0 is the null block."""
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -156,9 +158,9 @@ _notification_decoder = msgspec.msgpack.Decoder(Notification)
 
 
 def encode(message: SideMessage | Notification) -> bytes:
-    """The message's bytes. A reason too long for the wire is cut: the receiver would drop the whole message for it."""
-    if isinstance(message, Cancel | Ended | Release) and len(message.reason) > MAX_REASON_CHARACTERS:
-        message = msgspec.structs.replace(message, reason=message.reason[: MAX_REASON_CHARACTERS - 3] + "...")
+    """The message's bytes. A reason is made fit for the wire: else the receiver would drop the whole message for it."""
+    if isinstance(message, Cancel | Ended | Release):
+        message = msgspec.structs.replace(message, reason=one_line(message.reason, MAX_REASON_CHARACTERS))
     return _encoder.encode(message)
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from kvbaton.errors import InvalidParams
+from kvbaton.protocol.messages import PRINTABLE
 from kvbaton.types import Direction, EngineId, RequestId, TransferId
 
 MAX_TEXT_CHARACTERS = 512
@@ -111,6 +112,8 @@ def _sendable(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise InvalidParams(f"kv_transfer_params: {text!r} is not valid Unicode") from None
+    if not re.match(PRINTABLE, text):
+        raise InvalidParams(f"kv_transfer_params: {text!r} has control characters")
     if not 0 < len(text) <= MAX_TEXT_CHARACTERS:
         raise InvalidParams(
             f"kv_transfer_params: transfer_id missing, and the request id leaves one of {len(text)} characters; "

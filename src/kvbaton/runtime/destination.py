@@ -356,7 +356,8 @@ class DestinationEnd:
             elif leg.rendezvous.is_overdue(now_s):
                 self._feed(leg, Input.EXPIRE, now_s, f"no progress while {leg.rendezvous.state.value}")
             elif self._is_unanswered(leg, now_s):
-                self.lost(leg.endpoint, now_s, "nobody answers at that address")
+                why = self._rank.channel.suspicion(leg.endpoint) or "nobody answers at that address"
+                self.lost(leg.endpoint, now_s, why)
             elif now_s >= leg.renew_at_s:
                 leg.renew_at_s = now_s + self._renew_interval_s
                 self._remind(leg)
@@ -383,12 +384,12 @@ class DestinationEnd:
         line = self._lines.find(leg.endpoint)
         return line is not None and line.heard_s is None and now_s >= leg.unanswered_at_s
 
-    def lost(self, endpoint: Endpoint, now_s: float, why: str) -> None:
+    def lost(self, endpoint: Endpoint, now_s: float, why: str, *, what: str = "is gone") -> None:
         """The process behind `endpoint` is gone: nothing of it can reach us any more, and its transfers fail now."""
         self._lines.forget(endpoint)
         for leg in self._all_legs():
             if leg.endpoint == endpoint and not leg.rendezvous.is_closed:
-                reason = f"the prefill side at {endpoint.host}:{endpoint.port} is gone: {why}"
+                reason = f"the prefill side at {endpoint.host}:{endpoint.port} {what}: {why}"
                 self._feed(leg, Input.LOST, now_s, reason)
 
     def _feed(self, leg: Leg, what: Input, now_s: float, reason: str = "", *, why: Why | None = None) -> None:

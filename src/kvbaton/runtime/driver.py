@@ -26,6 +26,7 @@ from kvbaton.runtime.events import (
 )
 from kvbaton.runtime.metrics import DROPPED, Channel
 from kvbaton.runtime.rank import Rank
+from kvbaton.runtime.seldom import Seldom
 from kvbaton.runtime.sidechannel import Endpoint, Received
 from kvbaton.runtime.source import SourceEnd
 from kvbaton.transport.base import Operation
@@ -48,6 +49,7 @@ class Driver:
         self._inbox: deque[Command] = deque()
         # KV that the device is still computing, in the order of the device's stream.
         self._computing: deque[SourceAdvanced] = deque()
+        self._dropped = Seldom(rank.clock)
         self._is_stopping = False
         self._turned_s = rank.clock()
         self._thread = threading.Thread(target=self._run, name="kvbaton", daemon=True)
@@ -106,7 +108,10 @@ class Driver:
         now_s = self._rank.clock()
         if now_s - self._turned_s > STALL_S:
             self._source.stalled(now_s)
-        for received in self._rank.channel.receive():
+        news = self._rank.channel.receive()
+        if self._rank.channel.is_behind:
+            self._source.fell_behind(now_s)
+        for received in news:
             self._hear(received, now_s)
         while self._inbox:
             self._obey(self._inbox.popleft(), now_s)
@@ -114,6 +119,8 @@ class Driver:
             self._source.advanced(self._computing.popleft(), now_s)
         for endpoint in self._rank.channel.lost():
             self._destination.lost(endpoint, now_s, "the connection broke")
+        for endpoint, why in self._rank.channel.refused():
+            self._destination.lost(endpoint, now_s, why, what="will not talk to this engine")
         self._watch_transport(now_s)
         self._source.tick(now_s)
         self._destination.tick(now_s)
@@ -148,7 +155,8 @@ class Driver:
                 self._source.receive(received.route, message, now_s)
         except RemoteProtocolError as error:
             self._rank.journal.tally.count(DROPPED, Channel.SIDE_CHANNEL)
-            logger.warning("Dropped a side-channel message: %s", error)
+            if count := self._dropped.add():
+                logger.warning("Dropped %d side-channel messages; the last: %s", count, error)
 
     def _watch_transport(self, now_s: float) -> None:
         for settled in self._rank.mover.poll():
@@ -161,7 +169,10 @@ class Driver:
                 self._destination.arrived(arrival.sender, decode_notification(arrival.data), now_s)
             except RemoteProtocolError as error:
                 self._rank.journal.tally.count(DROPPED, Channel.TRANSPORT)
-                logger.warning("Dropped a notification from %s: %s", arrival.sender, error)
+                if count := self._dropped.add():
+                    logger.warning(
+                        "Dropped %d messages; the last, a notification of %s: %s", count, arrival.sender, error
+                    )
 
     def close(self) -> None:
         """Everything the driver owned is released. Idempotent; by the driver's thread, or where that never ran."""

@@ -45,7 +45,8 @@ class Serving:
             self.feed(transfer, reader, Input.FAIL, now_s, reason, why=Why.MISMATCH)
             return
         if register.direction is Direction.PULL:
-            if frontier.is_last:
+            # Only what the engine holds for us alone: a preemption would overwrite what a reader believes to be leased.
+            if frontier.is_last and transfer.is_engine_done and transfer.is_held:
                 self._offer(transfer, reader, frontier, now_s)
             return
         if reader.move is None:
@@ -94,9 +95,13 @@ class Serving:
         self.say(reader.caller, Confirm(transfer.transfer_id, reader.question))  # again, if need be: words get lost
         return False
 
+    def doubt(self, now_s: float) -> None:
+        """What is read from now on, for a while, may have been said long ago: only answers to questions count."""
+        self._in_doubt_until_s = now_s + DOUBT_S
+
     def stalled(self, readers: Iterable[Reader], now_s: float) -> None:
         """Our own loop stood still: what lies unread in our queues may have been said at any time before."""
-        self._in_doubt_until_s = now_s + DOUBT_S
+        self.doubt(now_s)
         for reader in readers:
             reader.heard_s = NEVER_S
 
@@ -133,6 +138,10 @@ class Serving:
         self.heard(reader, caller, now_s, answers=answers)
         if transfer.request_id is not None:
             reader.rendezvous.heard(now_s)
+        if reader.rendezvous.state is State.DRAINING and reader.offer is not None:
+            # Its lease is not renewed any more; the word that said so may have been lost.
+            self.say(caller, Cancel(transfer.transfer_id, self._rank.incarnation, reader.rendezvous.reason))
+            return
         self.say(caller, Accepted(transfer.transfer_id))
         if is_new_connection and reader.offer is not None and reader.rendezvous.state is State.OFFERED:
             self.say(caller, reader.offer)

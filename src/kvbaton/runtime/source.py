@@ -11,7 +11,8 @@ import logging
 
 import msgspec
 
-from kvbaton.errors import BatonError, RemoteProtocolError
+from kvbaton.errors import BatonError, RemoteProtocolError, one_line
+from kvbaton.geometry.layout import check_blocks
 from kvbaton.protocol.messages import (
     Accepted,
     Cancel,
@@ -32,6 +33,7 @@ from kvbaton.runtime.metrics import REFUSED, Why
 from kvbaton.runtime.mover import Settled
 from kvbaton.runtime.peers import Peer
 from kvbaton.runtime.rank import Rank
+from kvbaton.runtime.seldom import Seldom
 from kvbaton.runtime.serving import Serving
 from kvbaton.runtime.sidechannel import Caller
 from kvbaton.runtime.source_transfer import NEVER_S, Reader, SourceTransfer
@@ -39,6 +41,12 @@ from kvbaton.runtime.waiting import prefill_sentence
 from kvbaton.types import End, Outcome, RequestId, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
+
+MAX_TRANSFERS_PER_READER = 4096
+"""Open at once from one decode rank, which holds blocks for each of them. Its registrations may be for requests that never
+come."""
+
+MAX_LOGGED_CHARACTERS = 500
 
 READ_WATCH_S = 1.0
 """How long after an offer we expect the reader to be at work, and keep our half of the transport going for it."""
@@ -49,6 +57,7 @@ class SourceEnd:
         self._rank = rank
         self._transfers: dict[TransferId, SourceTransfer] = {}
         self._remembered = Remembered()
+        self._refused = Seldom(rank.clock)
         self._serving = Serving(rank, self._reader_closed)
 
     # -- the engine's side -------------------------------------------------------------------------------------------
@@ -80,17 +89,15 @@ class SourceEnd:
             self._serving.match(transfer, reader, now_s)
 
     def revoked(self, command: SourceRevoked, now_s: float) -> None:
-        """Nothing more is posted from the blocks; what is in flight ends first, and an offer of them is taken back."""
+        """Nothing more is posted from the blocks, and what is in flight ends first. They are not offered to be read yet:
+        that waits until the engine is done with the request (`Serving.match`).
+        """
         transfer = self._of_request(command.transfer_id, command.request_id)
         if transfer is None:
             command.released.set()
             return
         transfer.frontier = None
         transfer.awaits_release = command.released
-        for reader in transfer.open_readers():
-            if reader.rendezvous.state is State.OFFERED:
-                reason = "the prefill request was preempted while its blocks were read"
-                self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason, why=Why.PREEMPTED)
         self._maybe_release(transfer)
 
     def finished(self, command: SourceFinished, now_s: float) -> None:
@@ -107,6 +114,8 @@ class SourceEnd:
         self._heard_of_engine(transfer, now_s)
         if command.is_aborted:
             self._cancel_all(transfer, now_s, "the prefill request was aborted")
+        for reader in transfer.open_readers():
+            self._serving.match(transfer, reader, now_s)
 
     def _of_request(self, transfer_id: TransferId, request_id: RequestId) -> SourceTransfer | None:
         transfer = self._transfers.get(transfer_id)
@@ -158,34 +167,48 @@ class SourceEnd:
             return
         try:
             peer = self._greet(register, now_s)
+            if peer is not None:
+                check_blocks(peer.hello.layout, register.blocks)
         except BatonError as error:
-            logger.warning("Transfer %s refused: %s", transfer_id, error)
-            self._rank.journal.no_handshake()
             self._rank.journal.tally.count(REFUSED, Why.of(error))
+            if num_refused := self._refused.add():
+                reason = one_line(str(error), MAX_LOGGED_CHARACTERS)
+                logger.warning("Transfer %s refused (one of %d lately): %s", transfer_id, num_refused, reason)
             self._serving.say_ended(caller, transfer_id, Outcome.FAILED, str(error))
             return
         if peer is None:
             self._serving.say(caller, HelloWanted(transfer_id))
             return
+        known = self._transfers.get(transfer_id)
+        reader = None if known is None else known.readers.get(register.from_incarnation)
+        if reader is None and peer.num_transfers >= MAX_TRANSFERS_PER_READER:
+            reason = f"{peer.num_transfers} transfers from this decode rank are open here, and more are not taken"
+            self._rank.journal.tally.count(REFUSED, Why.TOO_MANY)
+            self._serving.say_ended(caller, transfer_id, Outcome.FAILED, reason)
+            return
         if not self._serving.say(caller, Accepted(transfer_id)):
             # It hung up while its registration lay here unread: the blocks may be somebody else's by now.
             return
         transfer = self._find_or_open(transfer_id, now_s)
-        reader = transfer.readers.get(register.from_incarnation)
         if reader is None:
             reader = Reader(register, peer, caller, Rendezvous(self._rank.deadlines, now_s), heard_s=NEVER_S)
-            peer.num_transfers += 1
-            transfer.readers[register.from_incarnation] = reader
-            transfer.num_readers = register.num_readers
-            if transfer.request_id is None:
-                self._rank.journal.tally.wait_begins(End.SOURCE, transfer_id, 0, now_s)
-            self._rank.journal.emit(
-                End.SOURCE, "destination_known", transfer_id, direction=register.direction.value, peer=peer.name
-            )
-            if len(transfer.readers) == register.num_readers:
-                self._close_claim(transfer, Input.COMPLETE, now_s)
+            self._join(transfer, reader, now_s)
         self._serving.heard(reader, caller, now_s)
         self._serving.match(transfer, reader, now_s)
+
+    def _join(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:
+        """One more of those that the transfer is for; with the last of them nobody else is waited for."""
+        register, peer = reader.register, reader.peer
+        peer.num_transfers += 1
+        transfer.readers[register.from_incarnation] = reader
+        transfer.num_readers = register.num_readers
+        if transfer.request_id is None:
+            self._rank.journal.tally.wait_begins(End.SOURCE, transfer.transfer_id, 0, now_s)
+        self._rank.journal.emit(
+            End.SOURCE, "destination_known", transfer.transfer_id, direction=register.direction.value, peer=peer.name
+        )
+        if len(transfer.readers) == register.num_readers:
+            self._close_claim(transfer, Input.COMPLETE, now_s)
 
     def _why_not(self, register: Register, now_s: float) -> tuple[Outcome, str] | None:
         if register.to_engine_id != self._rank.engine_id:
@@ -216,8 +239,12 @@ class SourceEnd:
             return peer
         if hello.incarnation != register.from_incarnation:
             raise RemoteProtocolError("the introduction does not belong to the registration's sender")
-        peer = self._rank.peers.greet(hello, End.SOURCE, now_s)
-        self._rank.transport.notify(peer.agent, encode(Greeting()))
+        try:
+            peer = self._rank.peers.greet(hello, End.SOURCE, now_s)
+            self._rank.transport.notify(peer.agent, encode(Greeting()))
+        except BatonError:
+            self._rank.journal.no_handshake()
+            raise
         return peer
 
     def _renewed(self, caller: Caller, message: Renew, now_s: float) -> None:
@@ -314,6 +341,10 @@ class SourceEnd:
         for key, waited_s in self._rank.journal.tally.long_waits(End.SOURCE, now_s):
             wait = self._transfers[TransferId(key)].wait(waited_s, now_s)
             self._rank.journal.waiting(prefill_sentence(wait), waited_s)
+
+    def fell_behind(self, now_s: float) -> None:
+        """More comes in than is read in a turn: what is read now may have been said a while ago."""
+        self._serving.doubt(now_s)
 
     def stalled(self, now_s: float) -> None:
         """Our own loop stood still for a while."""

@@ -102,9 +102,11 @@ class NixlTransport(Transport):
     def connect(self, metadata: bytes) -> AgentName:
         try:
             name = self._agent.add_remote_agent(metadata)
+            peer = AgentName(name.decode() if isinstance(name, bytes) else str(name))
         except self._errors as error:
             raise PeerLost(f"the peer's NIXL metadata cannot be loaded: {error}") from error
-        peer = AgentName(name.decode() if isinstance(name, bytes) else str(name))
+        except UnicodeDecodeError as error:
+            raise PeerLost(f"the peer's NIXL agent has a name that is not text: {error}") from error
         self._peers.add(peer)
         return peer
 

@@ -44,6 +44,16 @@ def test_json_values_are_taken() -> None:
         ({"streaming": "no"}, "streaming"),
         ({"side_channel_host": "0.0.0.0"}, "other machines can reach"),
         ({"side_channel_host": "gpu-7"}, "allow_unauthenticated_side_channel"),
+        ({"side_channel_host": "10.0.0.7"}, "kvbaton key new"),
+        ({"side_channel_host": "0.0.0.0", "cluster_key_file": "k"}, "Set advertised_host"),
+        ({"side_channel_host": "::", "cluster_key_file": "k"}, "Set advertised_host"),
+        ({"side_channel_host": "*", "cluster_key_file": "k"}, "Set advertised_host"),
+        ({"side_channel_host": "0", "cluster_key_file": "k"}, "Set advertised_host"),
+        ({"side_channel_host": "0.0.0.0", "allow_unauthenticated_side_channel": True}, "Set advertised_host"),
+        ({"advertised_host": "0.0.0.0"}, "every address of a machine and none to call"),
+        ({"advertised_host": "10.0.0.7:5000/x"}, "advertised_host is '10.0.0.7:5000/x', which is no address"),
+        ({"advertised_host": "tcp://gpu-7"}, "which is no address"),
+        ({"side_channel_host": "", "cluster_key_file": "k"}, "side_channel_host is '', which is no address"),
     ],
 )
 def test_a_mistake_is_refused_by_name(values: dict[str, Any], named: str) -> None:
@@ -59,6 +69,15 @@ def test_loopback_needs_no_permission(host: str) -> None:
 def test_another_address_needs_permission() -> None:
     allowed = read(side_channel_host="10.0.0.7", allow_unauthenticated_side_channel=True)
     assert allowed.side_channel_host == "10.0.0.7"
+
+
+def test_a_key_permits_any_address() -> None:
+    assert read(side_channel_host="10.0.0.7", cluster_key_file="k").peer_host == "10.0.0.7"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "10.0.0.7"])
+def test_peers_are_told_the_advertised_host(host: str) -> None:
+    assert read(side_channel_host=host, cluster_key_file="k", advertised_host="gpu-7.local").peer_host == "gpu-7.local"
 
 
 def test_several_ranks_need_a_first_port() -> None:

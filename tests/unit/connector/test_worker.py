@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,13 +13,21 @@ import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+from kvbaton.cluster_key import make_key_file
 from kvbaton.connector.handover import StepHandover
 from kvbaton.connector.settings import ConnectorSettings
 from kvbaton.connector.worker import WorkerSide
 from kvbaton.errors import UsageError
 from kvbaton.geometry.layout import Region, plain
 from kvbaton.protocol.params import DecodeTicket
-from kvbaton.runtime.events import Batch, DestinationOpened, SourceAdvanced, SourceFinished, SourceOpened
+from kvbaton.runtime.events import (
+    Batch,
+    DestinationCancelled,
+    DestinationOpened,
+    SourceAdvanced,
+    SourceFinished,
+    SourceOpened,
+)
 from kvbaton.transport.base import Span
 from kvbaton.types import Direction, EngineId, RequestId, TransferId
 from tests.unit.geometry.layouts import layout
@@ -53,11 +62,11 @@ def pair() -> Iterator[tuple[Side, Side]]:
         side.worker.shutdown()
 
 
-def collect(side: Side, is_done: Callable[[Batch], bool], finished: set[str] | None = None) -> Batch:
+def collect(side: Side, is_done: Callable[[Batch], bool]) -> Batch:
     whole, end_s = Batch(), time.monotonic() + PATIENCE_S
     while not is_done(whole):
         assert time.monotonic() < end_s
-        batch = side.worker.collect(finished or (), is_idle_step=True)
+        batch = side.worker.collect(is_idle_step=True)
         whole.sent |= batch.sent
         whole.received |= batch.received
         whole.failed |= batch.failed
@@ -89,15 +98,27 @@ def test_a_push_from_step_to_step(pair: tuple[Side, Side]) -> None:
 def test_a_request_that_finishes_while_it_loads_is_cancelled(pair: tuple[Side, Side]) -> None:
     p, d = pair
     d.worker.submit_before(StepHandover(before_forward=[want(p)]))
-    batch = collect(d, lambda batch: bool(batch.received), finished={D, "somebody else"})
+    d.worker.submit_before(StepHandover(before_forward=[DestinationCancelled(RequestId("somebody else"))]))
+    d.worker.submit_before(StepHandover(before_forward=[DestinationCancelled(D)]))
+    batch = collect(d, lambda batch: bool(batch.received))
     assert batch == Batch(received={D}, failed={D: "the decode request was given up"})
+
+
+def test_what_nobody_waits_for_never_reaches_the_engine(pair: tuple[Side, Side]) -> None:
+    """vLLM's scheduler asserts that it knows every request that is reported; it forgets one when it is reported."""
+    _, d = pair
+    d.worker._results.received(RequestId("unknown"), "lost")
+    d.worker._results.sent(RequestId("unknown"))
+    assert d.worker.collect(is_idle_step=True) == Batch()
+    d.worker.submit_before(StepHandover(before_forward=[DestinationCancelled(D)]))  # over before it was called off
+    assert d.worker.collect(is_idle_step=True) == Batch()
 
 
 def test_a_rejected_request_is_a_failed_load_in_the_same_step(pair: tuple[Side, Side]) -> None:
     _, d = pair
     d.worker.submit_before(StepHandover(rejected={D: "remote_port"}))
-    assert d.worker.collect((), is_idle_step=True) == Batch(received={D}, failed={D: "remote_port"})
-    assert d.worker.collect((), is_idle_step=True) == Batch()
+    assert d.worker.collect(is_idle_step=True) == Batch(received={D}, failed={D: "remote_port"})
+    assert d.worker.collect(is_idle_step=True) == Batch()
 
 
 def test_preempted_blocks_are_released_before_the_step_goes_on(pair: tuple[Side, Side]) -> None:
@@ -125,3 +146,15 @@ def test_a_taken_port_is_found_before_the_model_loads() -> None:
         taken.listen()
         with pytest.raises(UsageError, match="side_channel_port"):
             Side("p", side_channel_port=taken.getsockname()[1])
+
+
+def test_a_key_open_to_others_ends_the_start_and_leaves_the_port_free(tmp_path: Path) -> None:
+    key = tmp_path / "cluster.key"
+    make_key_file(key)
+    key.chmod(0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        Side("p", cluster_key_file=str(key))
+    key.chmod(0o600)
+    side = Side("p", cluster_key_file=str(key), side_channel_host="0.0.0.0", advertised_host="gpu-7")
+    assert side.worker.address.host == "gpu-7"
+    side.worker.shutdown()

@@ -157,3 +157,10 @@ def test_a_destination_block_that_the_window_touches_is_filled_whole_or_not_at_a
 def test_a_destination_block_that_the_window_has_passed_stays_as_it_is() -> None:
     ours, theirs = of(dense(), window=3), of(dense(base=50000, tokens=8), block=8, window=3)
     assert whole(pair(ours, theirs), [[0, 0, 0, 0, 5]], [[1, 2, 3]], 20) == [(10020, 50024, 4)]
+
+
+@pytest.mark.parametrize("end_token", [1 << 40, 1 << 63, 1 << 64])
+def test_more_tokens_than_the_lists_hold_cost_nothing(end_token: int) -> None:
+    """Found: room for all of them was made before the lists were counted, and the transfer thread ended."""
+    with pytest.raises(RemoteProtocolError, match="our 1 blocks of 4 tokens cannot hold token"):
+        describe(pair(), [[1]], [[1]], first_token=0, end_token=end_token, num_tokens=end_token)

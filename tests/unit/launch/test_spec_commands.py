@@ -12,6 +12,7 @@ import pytest
 from kvbaton.errors import UsageError
 from kvbaton.launch.machine import Device, Machine
 from kvbaton.launch.plan import DeploymentPlan, ProcessPlan, build_plan
+from kvbaton.launch.ports import Ports
 from kvbaton.launch.spec import Connector, DeploymentSpec
 from kvbaton.types import Direction
 
@@ -61,6 +62,7 @@ def test_the_default_pair_on_two_cores() -> None:
         "kv_connector_extra_config": {
             "side_channel_host": "127.0.0.1",
             "side_channel_port": 0,
+            "cluster_key_file": "/run/cluster.key",
             "trace_path": "/run/traces/prefill-0.jsonl",
         },
     }
@@ -264,3 +266,13 @@ def test_a_shell_line_is_the_command_with_its_environment() -> None:
     router = planned().router
     process = msgspec.structs.replace(router, argv=("run", "a b"), env={"KEY": "x y"})
     assert process.shell() == "KEY='x y' run 'a b'"
+
+
+def test_ranks_of_one_engine_get_consecutive_ports() -> None:
+    """Found: an engine of two ranks could not start, because the connector was told to take any free port."""
+    ports = Ports()
+    first = ports.take_run("127.0.0.1", 3, what="three ranks")
+    second = ports.take_run("127.0.0.1", 3, what="three others")
+    assert not set(range(first, first + 3)).intersection(range(second, second + 3))
+    with pytest.raises(UsageError, match="consecutive free ports for too many"):
+        ports.take_run("127.0.0.1", 70000, what="too many")
