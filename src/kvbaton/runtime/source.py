@@ -81,6 +81,7 @@ class SourceEnd:
         if transfer is None:
             return
         transfer.frontier = command
+        self._note_held(transfer, now_s)
         self._heard_of_engine(transfer, now_s)
         self._rank.journal.emit(
             End.SOURCE, "source_advanced", transfer.transfer_id, num_tokens=command.num_tokens, last=command.is_last
@@ -109,13 +110,17 @@ class SourceEnd:
             return
         transfer.is_engine_done = True
         transfer.is_held = command.is_held
-        if command.is_held:
-            self._rank.journal.tally.wait_begins(End.SOURCE, transfer.transfer_id, transfer.num_blocks, now_s)
+        self._note_held(transfer, now_s)
         self._heard_of_engine(transfer, now_s)
         if command.is_aborted:
             self._cancel_all(transfer, now_s, "the prefill request was aborted")
         for reader in transfer.open_readers():
             self._serving.match(transfer, reader, now_s)
+
+    def _note_held(self, transfer: SourceTransfer, now_s: float) -> None:
+        """The engine says that it is done before the device is: the last blocks may come to be known afterwards."""
+        if transfer.is_held:
+            self._rank.journal.tally.wait_begins(End.SOURCE, transfer.transfer_id, transfer.num_blocks, now_s)
 
     def _of_request(self, transfer_id: TransferId, request_id: RequestId) -> SourceTransfer | None:
         transfer = self._transfers.get(transfer_id)

@@ -59,9 +59,10 @@ class Tally:
             self._counted[metric.key(*labels)] += 1
 
     def wait_begins(self, end: End, key: str, num_blocks: int, now_s: float) -> None:
-        """`key` waits from now on. Idempotent."""
+        """`key` waits from now on; of one that waits already, only the number of blocks is new."""
         with self._lock:
-            self._waits[end].setdefault(key, Wait(now_s, num_blocks, now_s + self._first_report_s))
+            wait = self._waits[end].setdefault(key, Wait(now_s, num_blocks, now_s + self._first_report_s))
+            wait.num_blocks = num_blocks
 
     def wait_ends(self, end: End, key: str) -> None:
         """Idempotent."""
