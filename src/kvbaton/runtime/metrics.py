@@ -50,6 +50,7 @@ class Why(enum.Enum):
     OVER = "over"
     """The transfer had ended before."""
     OTHER = "other"
+    """None of these."""
 
     @staticmethod
     def of(error: BatonError) -> Why:
