@@ -42,12 +42,7 @@ examples:
   kvbaton timeline .kvbaton/traces/*.jsonl 7f3a          one of them, by the beginning of its id or by a request's
 """
 _MODES = "aggregated-1core,aggregated,kvbaton-push,kvbaton-pull,nixl-pull,nixl-pull-edited,nixl-push,nixl-push-edited"
-_SOAKTIMELINE_EXAMPLES = """\
-examples:
-  kvbaton timeline .kvbaton/traces/*.jsonl               the transfers in these files
-  kvbaton timeline .kvbaton/traces/*.jsonl 7f3a          one of them, by the beginning of its id or by a request's
-"""
-_MODES = ("kvbaton", "nixl-pull", "nixl-pull-edited", "nixl-push", "nixl-push-edited")
+_SOAK_MODES = ("kvbaton", "nixl-pull", "nixl-pull-edited", "nixl-push", "nixl-push-edited")
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +121,7 @@ def words_of(texts: Sequence[str] | None) -> tuple[str, ...] | None:
 def add_timeline(parser: argparse.ArgumentParser) -> None:
     """Files, then perhaps a transfer."""
     parser.add_argument(
-        "what", nargs="+", metavar="FILE... [TRANSFER]", help="timelines of engines and router; which one"
+        "what", nargs="+", metavar=("FILE", "FILE|TRANSFER"), help="timelines of engines and router; which one"
     )
 
 
