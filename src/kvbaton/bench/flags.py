@@ -120,9 +120,8 @@ def words_of(texts: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def add_timeline(parser: argparse.ArgumentParser) -> None:
     """Files, then perhaps a transfer."""
-    parser.add_argument(
-        "what", nargs="+", metavar=("FILE", "FILE|TRANSFER"), help="timelines of engines and router; which one"
-    )
+    about = "timelines of engines and router; a last one that is no file names the transfer"
+    parser.add_argument("what", nargs="+", metavar="FILE", help=about)
 
 
 def _add_model(parser: argparse.ArgumentParser, default: str = "smollm2") -> None:

@@ -6,6 +6,7 @@ of several machines are not corrected. Next: `timeline`, for the events.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -15,6 +16,9 @@ from kvbaton.bench.timeline import Event, read_events
 from kvbaton.errors import UsageError
 
 MAX_LISTED = 40
+UNREGISTERED = "unregistered"
+"""The peer in events about decode ranks that have not come yet."""
+_MADE_UP = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _LANES = ("router", "prefill", "decode")
 
 
@@ -112,12 +116,16 @@ def tell(events: Sequence[Event], transfer_id: str) -> str:
 
 
 def _name(event: Event) -> str:
-    return f"{event.from_state} > {event.to_state}" if event.event == "transition" else event.event
+    if event.event != "transition":
+        return event.event
+    # Waiting for decode ranks ends when the last has come; the transfer goes on, with each of them.
+    subject = "unregistered: " if event.peer == UNREGISTERED else ""
+    return f"{subject}{event.from_state} > {event.to_state}"
 
 
 _SHOWN: tuple[tuple[str, Callable[[Event], str | None]], ...] = (
     ("input", lambda event: event.input),
-    ("outcome", lambda event: event.outcome),
+    ("outcome", lambda event: None if event.peer == UNREGISTERED and event.outcome == "delivered" else event.outcome),
     ("elapsed", lambda event: None if event.elapsed_s is None else f"after {_duration(event.elapsed_s)}"),
     ("direction", lambda event: event.direction),
     ("segment", lambda event: None if event.segment is None else f"segment {event.segment}"),
@@ -131,14 +139,20 @@ _SHOWN: tuple[tuple[str, Callable[[Event], str | None]], ...] = (
     ("move", lambda event: None if event.move_s is None else f"moved in {_duration(event.move_s)}"),
     ("status", lambda event: None if event.status is None else f"HTTP {event.status}"),
     ("url", lambda event: event.url),
-    ("request", lambda event: event.request_id),
-    ("peer", lambda event: f"peer {event.peer}" if event.peer else None),
+    ("request", lambda event: event.request_id if event.event in {"received", "queued"} else None),
+    ("peer", lambda event: f"peer {_short(event.peer)}" if event.peer and event.peer != UNREGISTERED else None),
     ("reason", lambda event: event.reason or None),
 )
 
 
 def _details(event: Event) -> str:
     return ", ".join(text for _, shown in _SHOWN if (text := shown(event)) is not None)
+
+
+def _short(peer: str) -> str:
+    """Engine and rank; of an engine's id that was made up by vLLM the first part is enough."""
+    engine, slash, rank = peer.rpartition("/")
+    return f"{engine[:8] if _MADE_UP.fullmatch(engine) else engine}{slash}{rank}"
 
 
 def _duration(seconds: float) -> str:
