@@ -64,7 +64,7 @@ def test_a_transfer_that_a_stranger_ends_is_a_finding(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(SourceEnd, "_cancelled", end_all)
     monkeypatch.setattr(fuzz_messages, "MESSAGES_PER_WORLD", len(seeds()))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, KeyError)):  # the harness misses it, or whoever counts its waits does
         feed(Fuzzing())
 
 

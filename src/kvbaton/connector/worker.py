@@ -167,11 +167,6 @@ class WorkerSide:
         self._held -= batch.sent
         return batch
 
-    def take_stats(self) -> BatonStats | None:
-        """What was counted since the last call; None when there is nothing new."""
-        snapshot = self._tally.take(time.monotonic())
-        return None if snapshot is None else BatonStats.of(self._rank_number, snapshot)
-
     def _drop_strangers(self, batch: Batch) -> None:
         """The scheduler of vLLM dies of a request that it does not know, or no longer knows."""
         strangers = (batch.received - self._loading) | (batch.sent - self._held)
@@ -180,6 +175,11 @@ class WorkerSide:
             batch.received &= self._loading
             batch.sent &= self._held
             batch.failed = {each: reason for each, reason in batch.failed.items() if each in self._loading}
+
+    def take_stats(self) -> BatonStats | None:
+        """What was counted since the last call; None when there is nothing new."""
+        snapshot = self._tally.take(time.monotonic())
+        return None if snapshot is None else BatonStats.of(self._rank_number, snapshot)
 
     def shutdown(self) -> None:
         """Idempotent."""

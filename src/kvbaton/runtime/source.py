@@ -175,11 +175,7 @@ class SourceEnd:
             if peer is not None:
                 check_blocks(peer.hello.layout, register.blocks)
         except BatonError as error:
-            self._rank.journal.tally.count(REFUSED, Why.of(error))
-            if num_refused := self._refused.add():
-                reason = one_line(str(error), MAX_LOGGED_CHARACTERS)
-                logger.warning("Transfer %s refused (one of %d lately): %s", transfer_id, num_refused, reason)
-            self._serving.say_ended(caller, transfer_id, Outcome.FAILED, str(error))
+            self._refuse(caller, transfer_id, error)
             return
         if peer is None:
             self._serving.say(caller, HelloWanted(transfer_id))
@@ -214,6 +210,13 @@ class SourceEnd:
         )
         if len(transfer.readers) == register.num_readers:
             self._close_claim(transfer, Input.COMPLETE, now_s)
+
+    def _refuse(self, caller: Caller, transfer_id: TransferId, error: BatonError) -> None:
+        if num_refused := self._refused.add():
+            reason = one_line(str(error), MAX_LOGGED_CHARACTERS)
+            logger.warning("Transfer %s refused (one of %d lately): %s", transfer_id, num_refused, reason)
+        self._rank.journal.tally.count(REFUSED, Why.of(error))
+        self._serving.say_ended(caller, transfer_id, Outcome.FAILED, str(error))
 
     def _why_not(self, register: Register, now_s: float) -> tuple[Outcome, str] | None:
         if register.to_engine_id != self._rank.engine_id:
