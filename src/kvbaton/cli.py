@@ -245,6 +245,12 @@ def _bench(options: argparse.Namespace, arguments: list[str]) -> int:
     return compare(options, arguments, sys.stdout)
 
 
+def _timeline(options: argparse.Namespace, _: list[str]) -> int:
+    from kvbaton.bench.story import main as tell  # noqa: PLC0415
+
+    return tell(options.what, sys.stdout)
+
+
 def _add_router(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prefill", dest="prefill_urls", action="append", metavar="URL", help="a prefill engine; repeatable")
@@ -292,6 +298,12 @@ _COMMANDS: dict[str, tuple[str, str, Callable[[argparse.ArgumentParser], None], 
     "router": ("Run the router alone, for engines started elsewhere.", _ROUTER_EXAMPLES, _add_router, _router),
     "demo": ("Show one handoff, and three ways of serving.", bench_flags.DEMO_EXAMPLES, bench_flags.add_demo, _demo),
     "bench": ("Measure ways of serving side by side.", bench_flags.BENCH_EXAMPLES, bench_flags.add_bench, _bench),
+    "timeline": (
+        "Show what happened to a transfer, event by event.",
+        bench_flags.TIMELINE_EXAMPLES,
+        bench_flags.add_timeline,
+        _timeline,
+    ),
     "models": ("Prepare small models that run anywhere.", _MODELS_EXAMPLES, _add_models, _models),
     "key": ("Make the key by which engines recognise each other.", _KEY_EXAMPLES, _add_key, _key),
     "doctor": ("Check this environment and say what to mend.", _DOCTOR_EXAMPLES, _add_doctor, _doctor),

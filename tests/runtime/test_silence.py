@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.protocol.messages import Confirm, Renew, encode
+from kvbaton.protocol.messages import Confirm, Renew, decode_side, encode
+from kvbaton.runtime import source
 from kvbaton.runtime.peers import IDLE_S
 from kvbaton.runtime.sidechannel import Caller, Endpoint
 from kvbaton.transport.loopback import Fabric, Fate
@@ -174,6 +175,72 @@ def test_an_answer_to_an_older_question_does_not_count() -> None:
     assert not p.rank.mover.is_busy
     assert not d.received
     world.run()
+    assert d.holds(D_BLOCKS, p, P_BLOCKS)
+    world.check()
+
+
+def test_an_answer_that_lay_unread_is_no_younger_than_the_question() -> None:
+    """Found: P asked, stood still, and took the answer for fresh; by then only the fence stood before the blocks."""
+    world = World()
+    p, d = world.pair()
+    p.open_source()
+    d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
+    world.run()
+    p.advance(NUM_TOKENS, P_BLOCKS)
+    p.finish()
+    wait_alone(world, d, 3)
+    p.turn()  # asks
+    d.turn()  # answers
+    d.cancel()
+    wait_alone(world, d, 40)
+    assert d.received[RequestId("d")] == 1
+    reuse(d, D_BLOCKS)
+    assert isinstance(p.channel, MemoryChannel)
+    # The answer comes through first; what was said after it is still on its way.
+    waiting = list(p.channel._mailbox)
+    answer = next(each for each in waiting if getattr(decode_side(each.data), "answers", 0))
+    late = waiting[waiting.index(answer) + 1 :]
+    p.channel._mailbox = type(p.channel._mailbox)(waiting[: waiting.index(answer) + 1])
+    num_operations = world.fabric.num_operations
+    p.turn()
+    assert world.fabric.num_operations == num_operations  # it asks again
+    p.channel._mailbox.extend(late)
+    world.run()
+    world.pass_time(60)
+    world.check()
+
+
+def test_a_registration_that_was_refused_is_not_taken_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: D gave its blocks back at the refusal, and P wrote into them when the same registration came a second time."""
+    world = World()
+    p, d = world.pair()
+    d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
+    d.turn()
+    assert isinstance(p.channel, MemoryChannel)
+    again = list(p.channel._mailbox)
+    monkeypatch.setattr(source, "MAX_TRANSFERS_PER_READER", 0)
+    p.turn()
+    monkeypatch.undo()
+    d.turn()
+    assert d.received[RequestId("d")] == 1
+    reuse(d, D_BLOCKS)
+    p.channel._mailbox.extend(again)
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    world.run()
+    world.pass_time(60)
+    world.check()
+
+
+def test_an_offer_that_was_lost_alone_is_made_again() -> None:
+    world = World()
+    p, d = world.pair()
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    d.open_destination(p.ticket(PULL), NUM_TOKENS, D_BLOCKS)
+    d.turn()
+    p.turn()
+    d.channel.receive()  # nothing else is wrong with the connection
+    world.pass_time(6)
+    assert not d.failures
     assert d.holds(D_BLOCKS, p, P_BLOCKS)
     world.check()
 

@@ -41,10 +41,10 @@ def test_what_was_counted_is_taken_once() -> None:
 def test_gauges_are_told_when_they_change_and_ages_every_second() -> None:
     tally = Tally()
     assert tally.take(0.0) is not None
-    tally.wait_begins(End.SOURCE, "a", 10, 1.0)
+    tally.wait_begins(End.SOURCE, "a", 0, 1.0)
     tally.wait_begins(End.SOURCE, "b", 5, 1.5)
-    tally.wait_begins(End.SOURCE, "a", 99, 1.6)  # known
-    tally.peers_are({PeerState.CONNECTED: 2})
+    tally.wait_begins(End.SOURCE, "a", 10, 1.6)  # known
+    tally.peers_are({PeerState.CONNECTED: 2, PeerState.CONNECTING: 0})
     first = tally.take(2.0)
     assert first is not None
     assert first.gauges == NOTHING_WAITS | {

@@ -275,6 +275,8 @@ class Engine:
     def check(self) -> None:
         assert self.num_transfers == 0, f"{self.name} has transfers left"
         assert not self.rank.mover.is_busy, f"{self.name} has handles left"
+        assert not any(self.rank.journal.tally._waits.values()), f"{self.name} still says that something waits"
+        assert not self.rank.journal._why, f"{self.name} remembers reasons of transfers that are over"
         if isinstance(self.rank.transport, LoopbackTransport):
             assert not self.transport.posted
         assert self.sent + self.received == self.expected, f"{self.name} did not report every request exactly once"

@@ -73,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         for token in tokens:
             self._chunk(f"data: {json.dumps({'choices': [{'token_ids': [token]}]})}\n\n".encode())
-            time.sleep(0.002)
+            time.sleep(0.1 if self.behaviour == "slow" else 0.002)
         self._chunk(b"data: [DONE]\n\n")
         self._chunk(b"")
 

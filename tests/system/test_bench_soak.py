@@ -104,7 +104,10 @@ def test_a_broken_promise_is_found(
     assert not left()
 
 
-def test_ctrl_c_writes_what_there_is_and_leaves_nothing(tmp_path: Path, left: Left) -> None:
+def test_ctrl_c_writes_what_there_is_and_leaves_nothing(
+    tmp_path: Path, left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_BEHAVIOUR", "slow")  # the soak is not over when its first line of progress is read
     words = arguments(tmp_path, "--requests", "800")
     with subprocess.Popen([sys.executable, "-m", "kvbaton", *words], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None

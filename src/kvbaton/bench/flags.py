@@ -36,6 +36,11 @@ examples:
   kvbaton bench compare --model tiny --rate 1 --input-len 1000 --output-len 32 --iterations 3
   kvbaton bench compare --modes aggregated,kvbaton-push,nixl-pull-edited
 """
+TIMELINE_EXAMPLES = """\
+examples:
+  kvbaton timeline .kvbaton/traces/*.jsonl               the transfers in these files
+  kvbaton timeline .kvbaton/traces/*.jsonl 7f3a          one of them, by the beginning of its id or by a request's
+"""
 _MODES = "aggregated-1core,aggregated,kvbaton-push,kvbaton-pull,nixl-pull,nixl-pull-edited,nixl-push,nixl-push-edited"
 _SOAK_MODES = ("kvbaton", "nixl-pull", "nixl-pull-edited", "nixl-push", "nixl-push-edited")
 
@@ -111,6 +116,12 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
 def words_of(texts: Sequence[str] | None) -> tuple[str, ...] | None:
     """A command of shell words, given in one flag or several; None when there is none."""
     return tuple(word for text in texts or () for word in shlex.split(text)) or None
+
+
+def add_timeline(parser: argparse.ArgumentParser) -> None:
+    """Files, then perhaps a transfer."""
+    about = "timelines of engines and router; a last one that is no file names the transfer"
+    parser.add_argument("what", nargs="+", metavar="FILE", help=about)
 
 
 def _add_model(parser: argparse.ArgumentParser, default: str = "smollm2") -> None:

@@ -27,6 +27,18 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     last: bool = False
     post_s: float = 0.0
     outcome: str | None = None
+    num_blocks: int | None = None
+    num_descriptors: int | None = None
+    plan_s: float | None = None
+    move_s: float | None = None
+    elapsed_s: float | None = None
+    from_state: str | None = None
+    to_state: str | None = None
+    input: str | None = None
+    peer: str | None = None
+    reason: str | None = None
+    status: int | None = None
+    url: str | None = None
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ class State(enum.Enum):
     DRAINING = "draining"
     """The outcome is decided, but bytes may still be moving."""
     CLOSED = "closed"
+    """The outcome is reported and nothing can be touched any more; whatever comes late is absorbed."""
 
 
 class Input(enum.Enum):

@@ -57,6 +57,11 @@ class Party(Protocol):
     def rendezvous(self) -> Rendezvous: ...
 
 
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
 class Journal:
     def __init__(self, path: str | None = None, tally: Tally | None = None) -> None:
         """The timeline goes to `path`, when there is one."""
@@ -127,6 +132,7 @@ class Journal:
         end: End,
         transfer_id: TransferId,
         *,
+        peer: Named,
         segment: int,
         num_bytes: int,
         num_descriptors: int,
@@ -134,23 +140,32 @@ class Journal:
         post_s: float,
     ) -> None:
         """The transport took an operation."""
+        trace = self._traces[end]
         self.tally.observe(POST_TIME, post_s)
         self.tally.observe(DESCRIPTORS, num_descriptors)
-        self._traces[end].emit(
-            "segment_posted",
-            transfer_id,
-            segment=segment,
-            num_bytes=num_bytes,
-            num_descriptors=num_descriptors,
-            plan_s=plan_s,
-            post_s=post_s,
-        )
+        if trace.is_on:
+            trace.emit(
+                "segment_posted",
+                transfer_id,
+                segment=segment,
+                num_bytes=num_bytes,
+                num_descriptors=num_descriptors,
+                plan_s=plan_s,
+                post_s=post_s,
+                peer=peer.name,
+            )
 
-    def moved(self, end: End, transfer_id: TransferId, *, segment: int, num_bytes: int, move_s: float) -> None:
+    def moved(
+        self, end: End, transfer_id: TransferId, *, peer: Named, segment: int, num_bytes: int, move_s: float
+    ) -> None:
         """The transport is done with an operation, well."""
         self.tally.observe(XFER_TIME, move_s)
         self.tally.observe(BYTES, num_bytes)
-        self._traces[end].emit("segment_moved", transfer_id, segment=segment, num_bytes=num_bytes, move_s=move_s)
+        trace = self._traces[end]
+        if trace.is_on:
+            trace.emit(
+                "segment_moved", transfer_id, segment=segment, num_bytes=num_bytes, move_s=move_s, peer=peer.name
+            )
 
     def not_moved(self) -> None:
         """The transport refused an operation, or it ended badly. The transfer says why."""

@@ -33,8 +33,6 @@ class Why(enum.Enum):
     """The other end, or the network, showed no progress before the deadline."""
     NOBODY_CAME = "nobody_came"
     """The request's other half never reached this engine."""
-    PREEMPTED = "preempted"
-    """The prefill engine took the blocks back while they were read."""
     NOT_MOVED = "not_moved"
     """The transport could not carry an operation out."""
     LEASE_ENDED = "lease_ended"
@@ -47,9 +45,12 @@ class Why(enum.Enum):
     """It was meant for another engine: an address changed hands."""
     TAKEN = "taken"
     """Another request already receives this transfer."""
+    TOO_MANY = "too_many"
+    """The decode rank has more transfers open than one may have."""
     OVER = "over"
     """The transfer had ended before."""
     OTHER = "other"
+    """None of these."""
 
     @staticmethod
     def of(error: BatonError) -> Why:
@@ -155,7 +156,8 @@ FAILED_HANDSHAKES = Metric(
 )  # fmt: skip
 EXPIRED = Metric(
     "num_kv_expired_reqs", Kind.COUNTER, "Prefill requests whose blocks were held until the lease ended. Counted by P.",
-    "Any steady rate: requests are prefilled that nobody decodes. Too few decode engines, or a router that drops legs.",
+    "Any steady rate: requests are prefilled that nobody decodes. Too few decode engines, or a router that drops legs. "
+    "(A router's first probe of a prefill engine counts as one.)",
 )  # fmt: skip
 TRANSFERS = Metric(
     "transfers", Kind.COUNTER, "Transfers that are over, one per request and rank, at the end that counts them.",

@@ -124,6 +124,7 @@ class Mover:
         self._journal.posted(
             _OUR_END[move.operation],
             move.transfer_id,
+            peer=move.peer,
             segment=segment.number,
             num_bytes=descriptors.num_bytes,
             num_descriptors=descriptors.num_descriptors,
@@ -187,6 +188,7 @@ class Mover:
             self._journal.moved(
                 _OUR_END[move.operation],
                 move.transfer_id,
+                peer=move.peer,
                 segment=flight.segment.number,
                 num_bytes=flight.num_bytes,
                 move_s=time.monotonic() - flight.posted_s,

@@ -82,6 +82,7 @@ class SourceEnd:
         if transfer is None:
             return
         transfer.frontier = command
+        self._note_held(transfer, now_s)
         self._heard_of_engine(transfer, now_s)
         self._rank.journal.emit(
             End.SOURCE, "source_advanced", transfer.transfer_id, num_tokens=command.num_tokens, last=command.is_last
@@ -110,13 +111,17 @@ class SourceEnd:
             return
         transfer.is_engine_done = True
         transfer.is_held = command.is_held
-        if command.is_held:
-            self._rank.journal.tally.wait_begins(End.SOURCE, transfer.transfer_id, transfer.num_blocks, now_s)
+        self._note_held(transfer, now_s)
         self._heard_of_engine(transfer, now_s)
         if command.is_aborted:
             self._cancel_all(transfer, now_s, "the prefill request was aborted")
         for reader in transfer.open_readers():
             self._serving.match(transfer, reader, now_s)
+
+    def _note_held(self, transfer: SourceTransfer, now_s: float) -> None:
+        """The engine says that it is done before the device is: the last blocks may come to be known afterwards."""
+        if transfer.is_held:
+            self._rank.journal.tally.wait_begins(End.SOURCE, transfer.transfer_id, transfer.num_blocks, now_s)
 
     def _of_request(self, transfer_id: TransferId, request_id: RequestId) -> SourceTransfer | None:
         transfer = self._transfers.get(transfer_id)
@@ -180,6 +185,7 @@ class SourceEnd:
         reader = None if known is None else known.readers.get(register.from_incarnation)
         if reader is None and peer.num_transfers >= MAX_TRANSFERS_PER_READER:
             reason = f"{peer.num_transfers} transfers from this decode rank are open here, and more are not taken"
+            self._rank.journal.tally.count(REFUSED, Why.TOO_MANY)
             self._say_no(caller, register, Outcome.FAILED, reason, now_s)
             return
         if not self._serving.say(caller, Accepted(transfer_id)):
@@ -188,18 +194,23 @@ class SourceEnd:
         transfer = self._find_or_open(transfer_id, now_s)
         if reader is None:
             reader = Reader(register, peer, caller, Rendezvous(self._rank.deadlines, now_s), heard_s=NEVER_S)
-            peer.num_transfers += 1
-            transfer.readers[register.from_incarnation] = reader
-            transfer.num_readers = register.num_readers
-            if transfer.request_id is None:
-                self._rank.journal.tally.wait_begins(End.SOURCE, transfer_id, 0, now_s)
-            self._rank.journal.emit(
-                End.SOURCE, "destination_known", transfer_id, direction=register.direction.value, peer=peer.name
-            )
-            if len(transfer.readers) == register.num_readers:
-                self._close_claim(transfer, Input.COMPLETE, now_s)
+            self._join(transfer, reader, now_s)
         self._serving.heard(reader, caller, now_s)
         self._serving.match(transfer, reader, now_s)
+
+    def _join(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:
+        """One more of those that the transfer is for; with the last of them nobody else is waited for."""
+        register, peer = reader.register, reader.peer
+        peer.num_transfers += 1
+        transfer.readers[register.from_incarnation] = reader
+        transfer.num_readers = register.num_readers
+        if transfer.request_id is None:
+            self._rank.journal.tally.wait_begins(End.SOURCE, transfer.transfer_id, 0, now_s)
+        self._rank.journal.emit(
+            End.SOURCE, "destination_known", transfer.transfer_id, direction=register.direction.value, peer=peer.name
+        )
+        if len(transfer.readers) == register.num_readers:
+            self._close_claim(transfer, Input.COMPLETE, now_s)
 
     def _say_no(self, caller: Caller, register: Register, outcome: Outcome, reason: str, now_s: float) -> None:
         """That is final: whoever hears it gives the blocks back, and the same registration may come a second time.
@@ -221,7 +232,6 @@ class SourceEnd:
         if num_refused := self._refused.add():
             reason = one_line(str(error), MAX_LOGGED_CHARACTERS)
             logger.warning("Transfer %s refused (one of %d lately): %s", register.transfer_id, num_refused, reason)
-        self._rank.journal.no_handshake()
         self._rank.journal.tally.count(REFUSED, Why.of(error))
         self._say_no(caller, register, Outcome.FAILED, str(error), now_s)
 
@@ -257,8 +267,12 @@ class SourceEnd:
             return peer
         if hello.incarnation != register.from_incarnation:
             raise RemoteProtocolError("the introduction does not belong to the registration's sender")
-        peer = self._rank.peers.greet(hello, End.SOURCE, now_s)
-        self._rank.transport.notify(peer.agent, encode(Greeting()))
+        try:
+            peer = self._rank.peers.greet(hello, End.SOURCE, now_s)
+            self._rank.transport.notify(peer.agent, encode(Greeting()))
+        except BatonError:
+            self._rank.journal.no_handshake()
+            raise
         return peer
 
     def _renewed(self, caller: Caller, message: Renew, now_s: float) -> None:

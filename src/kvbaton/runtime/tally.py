@@ -45,8 +45,10 @@ class Tally:
         # In the order in which they began: the first is the oldest.
         self._waits: dict[End, dict[str, Wait]] = {end: {} for end in End}
         self._peers = dict.fromkeys(PeerState, 0)
-        self._told: dict[str, float] = {}
+        self._has_changed = True
         self._told_s = 0.0
+        # Before then no wait of that end is worth a line.
+        self._quiet_until_s = dict.fromkeys(End, float("inf"))
 
     # -- the driver's thread -----------------------------------------------------------------------------------------
 
@@ -59,42 +61,50 @@ class Tally:
             self._counted[metric.key(*labels)] += 1
 
     def wait_begins(self, end: End, key: str, num_blocks: int, now_s: float) -> None:
-        """`key` waits from now on. Idempotent."""
+        """`key` waits from now on; of one that waits already, only the number of blocks is new."""
         with self._lock:
-            self._waits[end].setdefault(key, Wait(now_s, num_blocks, now_s + self._first_report_s))
+            wait = self._waits[end].setdefault(key, Wait(now_s, num_blocks, now_s + self._first_report_s))
+            wait.num_blocks = num_blocks
+            self._quiet_until_s[end] = min(self._quiet_until_s[end], wait.report_at_s)
+            self._has_changed = True
 
     def wait_ends(self, end: End, key: str) -> None:
         """Idempotent."""
         with self._lock:
-            self._waits[end].pop(key, None)
+            if self._waits[end].pop(key, None) is not None:
+                self._has_changed = True
 
     def long_waits(self, end: End, now_s: float) -> list[tuple[str, float]]:
         """The waits that are worth a line now, and how long they have lasted: each once per threshold."""
+        if now_s < self._quiet_until_s[end]:
+            return []
         with self._lock:
             due = [(key, wait) for key, wait in self._waits[end].items() if now_s >= wait.report_at_s]
             for _, wait in due:
                 waited_s = now_s - wait.since_s
                 wait.report_at_s = wait.since_s + (30.0 if waited_s < 30.0 else 2 * waited_s)
+            self._quiet_until_s[end] = min(
+                (wait.report_at_s for wait in self._waits[end].values()), default=float("inf")
+            )
             return [(key, now_s - wait.since_s) for key, wait in due]
 
     def peers_are(self, counts: Mapping[PeerState, int]) -> None:
         with self._lock:
-            self._peers.update(counts)
+            if counts != self._peers:
+                self._peers.update(counts)
+                self._has_changed = True
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
     def take(self, now_s: float) -> Snapshot | None:
         """What is new since the last call; None when nothing is."""
         with self._lock:
-            gauges = self._gauges(now_s)
-            is_steady = _without_ages(gauges) == _without_ages(self._told)
-            is_waiting = any(self._waits.values())
-            if is_steady and not (is_waiting and now_s >= self._told_s + TELL_AGES_EVERY_S):
-                gauges = {}
-            else:
-                self._told, self._told_s = gauges, now_s
-            if not (gauges or self._observed or self._counted):
+            are_ages_due = now_s >= self._told_s + TELL_AGES_EVERY_S and any(self._waits.values())
+            if not (self._has_changed or are_ages_due or self._observed or self._counted):
                 return None
+            gauges: dict[str, float] = {}
+            if self._has_changed or are_ages_due:
+                gauges, self._told_s, self._has_changed = self._gauges(now_s), now_s, False
             taken = Snapshot(dict(self._observed), dict(self._counted), gauges)
             self._observed.clear()
             self._counted.clear()
@@ -108,7 +118,3 @@ class Tally:
             gauges[WAITING.key(end)] = float(len(waits))
             gauges[OLDEST.key(end)] = 0.0 if oldest is None else round(now_s - oldest.since_s, 3)
         return gauges
-
-
-def _without_ages(gauges: Mapping[str, float]) -> dict[str, float]:
-    return {key: value for key, value in gauges.items() if not key.startswith(OLDEST.suffix)}

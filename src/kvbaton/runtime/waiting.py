@@ -111,8 +111,8 @@ def prefill_sentence(wait: BlocksWait) -> str:
             "which has not come to this engine"
         )
     return (
-        f"Transfer {wait.transfer_id}: {_count(wait.num_blocks, 'block')} of request {wait.request_id} have been held for "
-        f"{_s(wait.waited_s)}: {_missing(wait)}"
+        f"Transfer {wait.transfer_id}: {_count(wait.num_blocks, 'block')} of request {wait.request_id} "
+        f"{'has' if wait.num_blocks == 1 else 'have'} been held for {_s(wait.waited_s)}: {_missing(wait)}"
     )
 
 
