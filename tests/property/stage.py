@@ -1,4 +1,4 @@
-"""Two or three engines on a stage: everything their schedulers may do, every fault, and what must hold after each step.
+"""Two or three engines of one or two ranks on a stage: what their schedulers may do, every fault, and what must hold.
 
 A step is a method of `Stage` with small numbers as arguments, and does nothing where it makes no sense; so any list of
 steps is a schedule, also one with steps left out. The ledger (ledger.py) knows who owns which block: a byte that moves into
@@ -11,11 +11,15 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
+from kvbaton.protocol.params import DecodeTicket
 from kvbaton.runtime.events import SourceRevoked
 from kvbaton.runtime.peers import IDLE_S
 from kvbaton.transport.loopback import Fabric, Fate
 from kvbaton.types import Direction, RequestId, TransferId
-from tests.property.ledger import Claim, Ledger
+from tests.property.group import Claim, Group
+from tests.property.ledger import Ledger
 from tests.runtime.memory_channel import MemoryChannel, Network
 from tests.runtime.world import BLOCK_SIZE, NUM_BLOCKS, Engine, World
 
@@ -44,8 +48,17 @@ FATES = (
     Fate(notification_delay=3),
     Fate(corrupts_notification=True),
 )
-CASTS = ((1, 1), (1, 2), (2, 1))
-"""(prefill engines, decode engines)"""
+CASTS = (
+    ((1,), (1,)),
+    ((1,), (1, 1)),
+    ((1, 1), (1,)),
+    ((2,), (1,)),
+    ((1,), (2,)),
+    ((2,), (2,)),
+    ((1, 2), (1,)),
+    ((1,), (2, 1)),
+)
+"""(tensor-parallel sizes of the prefill engines, and of the decode engines)"""
 
 
 @dataclass
@@ -66,8 +79,8 @@ class Story:
     """new, waiting, over"""
     p_blocks: list[int] = field(default_factory=list)
     d_blocks: list[int] = field(default_factory=list)
-    released: threading.Event = field(default_factory=threading.Event)
-    is_held: bool = False
+    released: list[threading.Event] = field(default_factory=list)
+    """Preempted: what each rank says when nothing reads the blocks any more."""
 
     @property
     def tid(self) -> TransferId:
@@ -88,7 +101,6 @@ class Story:
 
 class Stage:
     def __init__(self, cast: int = 0) -> None:
-        num_prefills, num_decodes = CASTS[cast]
         self.fates: deque[Fate] = deque()
         self.copies: deque[int] = deque()
         self.link_polls: deque[int] = deque()
@@ -97,18 +109,15 @@ class Stage:
             network=Network(num_copies=lambda: self.copies.popleft() if self.copies else 1),
         )
         self.world.fabric.connect_polls = lambda: self.link_polls.popleft() if self.link_polls else 0
-        self.prefills = [self.world.engine(f"P{index}") for index in range(num_prefills)]
-        self.decodes = [self.world.engine(f"D{index}") for index in range(num_decodes)]
-        self.ledger = Ledger(self.world)
+        prefills, decodes = CASTS[cast]
+        self.prefills = [Group(self.world, f"P{index}", tp, 500 + 10 * index) for index, tp in enumerate(prefills)]
+        self.decodes = [Group(self.world, f"D{index}", tp, 600 + 10 * index) for index, tp in enumerate(decodes)]
+        self.groups = [*self.prefills, *self.decodes]
+        self.ledger = Ledger(self.world, self.groups)
         self.world.fabric.witness = self.ledger.witness
-        self.stopped: set[str] = set()
+        self.stopped: set[int] = set()
+        """Ports of the processes that stand still."""
         self.stories: list[Story] = []
-        self.num_incarnations = 1
-        self.ledger.is_calm = True
-
-    @property
-    def engines(self) -> list[Engine]:
-        return [*self.prefills, *self.decodes]
 
     def _story(self, index: int) -> Story | None:
         return self.stories[index % len(self.stories)] if self.stories else None
@@ -133,7 +142,8 @@ class Stage:
         story = self._story(index)
         if story is not None and story.at_prefill == "new" and self.prefills[story.p].is_alive:
             story.at_prefill = "computing"
-            self.prefills[story.p].open_source(story.tid, story.p_rid)
+            for rank in self.prefills[story.p].ranks:
+                rank.open_source(story.tid, story.p_rid)
 
     def compute(self, index: int) -> None:
         """The next chunk; its blocks now hold what nobody else's do."""
@@ -142,22 +152,22 @@ class Stage:
             return
         engine = self.prefills[story.p]
         if not story.p_blocks:
-            claim = Claim("source", story.index, story.generation)
-            story.p_blocks = self.ledger.take(engine, BLOCKS_PER_STORY, claim)
+            story.p_blocks = engine.take(BLOCKS_PER_STORY, Claim("source", story.index, story.generation))
             if not story.p_blocks:
                 return  # the pool is full: it stays in the queue
         story.num_computed = min(NUM_TOKENS, story.num_computed + story.chunk_tokens)
         is_last = story.num_computed == NUM_TOKENS
-        num_blocks = -(-story.num_computed // BLOCK_SIZE)
-        engine.pool[:, story.p_blocks] = self.ledger.value(story.index, story.generation)
-        engine.advance(
-            story.num_computed,
-            story.p_blocks[:num_blocks],
-            last=is_last,
-            generation=story.generation,
-            tid=story.tid,
-            rid=story.p_rid,
-        )
+        blocks = story.p_blocks[: -(-story.num_computed // BLOCK_SIZE)]
+        engine.fill(story.p_blocks, self.ledger.value(story.index, story.generation))
+        for rank in engine.ranks:
+            rank.advance(
+                story.num_computed,
+                blocks,
+                last=is_last,
+                generation=story.generation,
+                tid=story.tid,
+                rid=story.p_rid,
+            )
         if is_last:
             story.at_prefill = "computed"
 
@@ -173,44 +183,49 @@ class Stage:
 
     def _finish(self, story: Story, *, is_aborted: bool) -> None:
         story.at_prefill = "finished"
-        self.prefills[story.p].finish(story.tid, story.p_rid, aborted=is_aborted)
+        for rank in self.prefills[story.p].ranks:
+            rank.finish(story.tid, story.p_rid, aborted=is_aborted)
 
     def preempt(self, index: int) -> None:
         """The engine wants the blocks back, and has them when nothing reads them (`_look`)."""
         story = self._story(index)
         if story is not None and story.at_prefill in {"computing", "computed"} and story.p_blocks:
             story.at_prefill = "preempting"
-            story.released = threading.Event()
-            revoked = SourceRevoked(story.tid, RequestId(story.p_rid), story.released)
-            self.prefills[story.p].driver.submit([revoked])
+            story.released = []
+            for rank in self.prefills[story.p].ranks:
+                story.released.append(threading.Event())
+                rank.driver.submit([SourceRevoked(story.tid, RequestId(story.p_rid), story.released[-1])])
 
     def want(self, index: int) -> None:
         story = self._story(index)
         if story is None or story.at_decode != "new" or not self.decodes[story.d].is_alive:
             return
-        engine, claim = self.decodes[story.d], Claim("destination", story.index)
-        story.d_blocks = self.ledger.take(engine, BLOCKS_PER_STORY, claim)
+        engine = self.decodes[story.d]
+        story.d_blocks = engine.take(BLOCKS_PER_STORY, Claim("destination", story.index))
         if story.d_blocks:
             story.at_decode = "waiting"
-            self.ledger.own(engine, story.d_blocks[: story.first_token // BLOCK_SIZE], Claim("cached", story.index))
-            engine.open_destination(
-                self.prefills[story.p].ticket(story.direction, story.tid),
-                NUM_TOKENS,
-                story.d_blocks,
-                first_token=story.first_token,
-                rid=story.d_rid,
-            )
+            engine.own(story.d_blocks[: story.first_token // BLOCK_SIZE], Claim("cached", story.index))
+            for rank in engine.ranks:
+                rank.open_destination(
+                    self._ticket(story), NUM_TOKENS, story.d_blocks, first_token=story.first_token, rid=story.d_rid
+                )
+
+    def _ticket(self, story: Story) -> DecodeTicket:
+        prefill = self.prefills[story.p]
+        return replace(prefill.ranks[0].ticket(story.direction, story.tid), tp_size=prefill.tp)
 
     def cancel(self, index: int) -> None:
         story = self._story(index)
         if story is not None and story.at_decode == "waiting":
-            self.decodes[story.d].cancel(story.d_rid)
+            for rank in self.decodes[story.d].ranks:
+                rank.cancel(story.d_rid)
 
     def spurn(self, index: int) -> None:
         story = self._story(index)
         if story is not None and story.at_decode == "new" and self.decodes[story.d].is_alive:
             story.at_decode = "over"
-            self.decodes[story.d].nothing_needed(self.prefills[story.p].ticket(story.direction, story.tid))
+            for rank in self.decodes[story.d].ranks:
+                rank.nothing_needed(self._ticket(story))
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 
@@ -227,17 +242,21 @@ class Stage:
         self.link_polls.append(num_polls)
 
     def land(self) -> None:
-        for engine in self.engines:
-            for posted in engine.transport.posted.values():
+        for rank in self._ranks():
+            for posted in rank.transport.posted.values():
                 posted.polls_left = posted.refusals_left = 0
 
-    def stop(self, engine: int) -> None:
+    def drift(self, rank: int, num_pieces: int) -> None:
+        """The network moves what was posted, whatever the process that posted it does meanwhile."""
+        self._rank(rank).transport.drift(num_pieces)
+
+    def stop(self, rank: int) -> None:
         """Its process stands still."""
         self.ledger.is_calm = False
-        self.stopped.add(self._engine(engine).name)
+        self.stopped.add(self._rank(rank).channel.port)
 
-    def resume(self, engine: int) -> None:
-        self.stopped.discard(self._engine(engine).name)
+    def resume(self, rank: int) -> None:
+        self.stopped.discard(self._rank(rank).channel.port)
 
     def cut(self, p: int, d: int) -> None:
         self.ledger.is_calm = False
@@ -252,19 +271,20 @@ class Stage:
         self.world.network.break_lines(calling, called)
 
     def _channels(self, p: int, d: int) -> tuple[MemoryChannel, MemoryChannel]:
-        channels = (self.prefills[p % len(self.prefills)].channel, self.decodes[d % len(self.decodes)].channel)
+        sides = ([rank for group in side for rank in group.ranks] for side in (self.prefills, self.decodes))
+        prefills, decodes = sides
+        channels = (prefills[p % len(prefills)].channel, decodes[d % len(decodes)].channel)
         assert isinstance(channels[0], MemoryChannel)
         assert isinstance(channels[1], MemoryChannel)
         return channels[0], channels[1]
 
     def crash(self, engine: int) -> None:
-        """The process is gone, and with it every request it had."""
-        victim = self._engine(engine)
+        """Its processes are gone, and with them every request it had."""
+        victim = self._group(engine)
         if not victim.is_alive:
             return
         victim.crash()
         self.ledger.is_calm = False
-        self.ledger.forget(victim)
         for story in self.stories:
             if self.prefills[story.p] is victim and story.at_prefill != "new":
                 story.at_prefill = "released"
@@ -272,76 +292,83 @@ class Stage:
                 story.at_decode = "over"
 
     def restart(self, engine: int) -> None:
-        """Another process of the same name, at the same port."""
-        old = self._engine(engine)
-        if old.is_alive:
-            return
-        self.num_incarnations += 1
-        self.world.engines.remove(old)
-        new = self.world.engine(old.name, port=old.channel.port, incarnation=f"life {self.num_incarnations}")
-        for side in (self.prefills, self.decodes):
-            if old in side:
-                side[side.index(old)] = new
-        self.stopped.discard(new.name)
-        self.ledger.enter(new)
+        """Other processes of the same name, at the same ports."""
+        group = self._group(engine)
+        if not group.is_alive:
+            group.start()
+            self.stopped.difference_update(rank.channel.port for rank in group.ranks)
 
-    def _engine(self, number: int) -> Engine:
-        return self.engines[number % len(self.engines)]
+    def _group(self, number: int) -> Group:
+        return self.groups[number % len(self.groups)]
+
+    def _rank(self, number: int) -> Engine:
+        ranks = self._ranks()
+        return ranks[number % len(ranks)]
+
+    def _ranks(self) -> list[Engine]:
+        return [rank for group in self.groups for rank in group.ranks]
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def turn(self, engine: int) -> None:
-        self._turn(self._engine(engine))
+    def turn(self, rank: int) -> None:
+        self._turn(self._rank(rank))
 
     def run(self, num_rounds: int) -> None:
         for _ in range(num_rounds):
-            for engine in self.engines:
-                self._turn(engine)
+            for rank in self._ranks():
+                self._turn(rank)
 
     def pass_time(self, num_ticks: int) -> None:
         for _ in range(num_ticks):
             self.world.now_s += TICK_S
             self.run(2)
 
-    def tick_apart(self, engine: int, tenths: int) -> None:
-        """Only this engine gets its turn while a little time passes."""
+    def tick_apart(self, rank: int, tenths: int) -> None:
+        """Only this rank gets its turn while a little time passes."""
         self.world.now_s += tenths / 10
-        self._turn(self._engine(engine))
+        self._turn(self._rank(rank))
 
-    def _turn(self, engine: Engine) -> None:
-        if not engine.is_alive or engine.name in self.stopped:
+    def _is_awake(self, rank: Engine) -> bool:
+        return rank.is_alive and rank.channel.port not in self.stopped
+
+    def _turn(self, rank: Engine) -> None:
+        if not self._is_awake(rank):
             return
-        num_before = engine.num_reports
-        engine.turn()
-        if engine.num_reports > num_before:
-            self._take_reports(engine)
-        self._look(engine)
+        num_before = rank.num_reports
+        group = next(each for each in self.groups if rank in each.ranks)
+        was_received = rank.received.copy()
+        rank.turn()
+        if rank.num_reports > num_before:
+            assert max([*rank.sent.values(), *rank.received.values()]) == 1, f"{rank.name} reported a request twice"
+            for story in self.stories:
+                if RequestId(story.d_rid) in rank.received.keys() - was_received.keys():
+                    self.ledger.check_idle(rank, story.received_blocks)
+            self._take_reports(group)
+        self._look(group)
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
-    def _take_reports(self, engine: Engine) -> None:
+    def _take_reports(self, group: Group) -> None:
         for story in self.stories:
-            is_sent = story.at_prefill == "finished" and self.prefills[story.p] is engine
-            if is_sent and engine.sent[RequestId(story.p_rid)]:
+            is_finished = story.at_prefill == "finished" and self.prefills[story.p] is group
+            if is_finished and group.has_sent(story.p_rid):
                 story.at_prefill = "released"
-                self.ledger.give_back(engine, story.p_blocks, Claim("source", story.index, story.generation))
-            is_received = story.at_decode == "waiting" and self.decodes[story.d] is engine
-            if is_received and engine.received[RequestId(story.d_rid)]:
+                self.ledger.give_back(group, story.p_blocks, Claim("source", story.index, story.generation))
+            is_waiting = story.at_decode == "waiting" and self.decodes[story.d] is group
+            if is_waiting and group.has_received(story.d_rid):
                 story.at_decode = "over"
-                if RequestId(story.d_rid) not in engine.failures:
-                    self.ledger.check_delivered(engine, story.received_blocks, story.index, story.generation)
-                self.ledger.give_back(engine, story.received_blocks, Claim("destination", story.index))
+                if not group.has_failed(story.d_rid):
+                    self.ledger.check_delivered(group, story.received_blocks, story.index, story.generation)
+                self.ledger.give_back(group, story.received_blocks, Claim("destination", story.index))
                 cached = story.d_blocks[: story.first_token // BLOCK_SIZE]
-                self.ledger.give_back(engine, cached, Claim("cached", story.index))
-        counts = [*engine.sent.values(), *engine.received.values()]
-        assert max(counts) == 1, f"{engine.name} reported a request twice"
+                self.ledger.give_back(group, cached, Claim("cached", story.index))
 
-    def _look(self, engine: Engine) -> None:
+    def _look(self, group: Group) -> None:
         """A preempted request gives its blocks up as soon as it may, and begins anew."""
         for story in self.stories:
-            is_here = story.at_prefill == "preempting" and self.prefills[story.p] is engine
-            if is_here and story.released.is_set():
-                self.ledger.give_back(engine, story.p_blocks, Claim("source", story.index, story.generation))
+            is_here = story.at_prefill == "preempting" and self.prefills[story.p] is group
+            if is_here and all(each.is_set() for each in story.released):
+                self.ledger.give_back(group, story.p_blocks, Claim("source", story.index, story.generation))
                 story.p_blocks = []
                 story.at_prefill = "computing"
                 story.generation += 1
@@ -354,52 +381,53 @@ class Stage:
         self.link_polls.clear()
         self.land()
         self.heal()
-        still, self.stopped = set(self.stopped), self.stopped
         self._settle()
-        if still:
+        if self.stopped:
             self.stopped.clear()
             self.land()
             self._settle()
         self.world.now_s += IDLE_S + 1
         self.run(2)
-        for engine in self.engines:
-            if engine.is_alive:
-                self._check(engine)
+        for group in self.groups:
+            if group.is_alive:
+                assert not group.owner, f"{group.name} has blocks left: {group.owner}"
+                for rank in group.ranks:
+                    self._check(rank)
 
     def _settle(self) -> None:
         end_s = self.world.now_s + SETTLING_S
         while self.world.now_s < end_s:
             for story in self.stories:
-                self._go_on(story)
+                if self._is_all_awake(self.prefills[story.p]):
+                    self.compute(story.index)
+                    self.finish(story.index)
             self.pass_time(1)
-            awake = [each for each in self.engines if each.is_alive and each.name not in self.stopped]
-            if all(self._is_done(each) for each in awake):
+            awake = [rank for group in self.groups if self._is_all_awake(group) for rank in group.ranks]
+            if all(self._is_done(rank) for rank in awake) and self._is_over():
                 return
-        awake = [each for each in self.engines if each.is_alive and each.name not in self.stopped]
-        left = [f"{each.name}: {each.num_transfers} transfers" for each in awake if not self._is_done(each)]
+        left = [f"{rank.name}: {rank.num_transfers} transfers" for rank in awake if not self._is_done(rank)]
         raise AssertionError(f"not over within {SETTLING_S:.0f} s: {', '.join(left)}; {self._unfinished()}")
 
-    def _go_on(self, story: Story) -> None:
-        engine = self.prefills[story.p]
-        if engine.is_alive and engine.name not in self.stopped:
-            self.compute(story.index)
-            self.finish(story.index)
+    def _is_all_awake(self, group: Group) -> bool:
+        return all(self._is_awake(rank) for rank in group.ranks)
 
-    def _is_done(self, engine: Engine) -> bool:
-        if engine.num_transfers or engine.is_busy or engine.transport.posted:
-            return False
-        mine = [story for story in self.stories if self.prefills[story.p] is engine]
-        return all(story.at_prefill in {"new", "released"} for story in mine) and not any(
-            story.at_decode == "waiting" for story in self.stories if self.decodes[story.d] is engine
+    def _is_done(self, rank: Engine) -> bool:
+        return not (rank.num_transfers or rank.is_busy or rank.transport.posted)
+
+    def _is_over(self) -> bool:
+        """Of every request: it was reported, unless a process that had to do so stands still."""
+        return all(
+            (story.at_prefill in {"new", "released"} or not self._is_all_awake(self.prefills[story.p]))
+            and (story.at_decode != "waiting" or not self._is_all_awake(self.decodes[story.d]))
+            for story in self.stories
         )
 
     def _unfinished(self) -> list[tuple[str, str, str]]:
         return [(str(story.tid), story.at_prefill, story.at_decode) for story in self.stories]
 
-    def _check(self, engine: Engine) -> None:
-        engine.may_change = set(range(NUM_BLOCKS))  # the ledger has seen every byte that moved
-        engine.check()
-        self.ledger.check_empty(engine)
-        assert len(engine.rank.peers) == 0, f"{engine.name} still remembers peers"
-        assert isinstance(engine.channel, MemoryChannel)
-        assert engine.channel.num_lines == 0, f"{engine.name} still has lines"
+    def _check(self, rank: Engine) -> None:
+        rank.may_change = set(range(NUM_BLOCKS))  # the ledger has seen every byte that moved
+        rank.check()
+        assert len(rank.rank.peers) == 0, f"{rank.name} still remembers peers"
+        assert isinstance(rank.channel, MemoryChannel)
+        assert rank.channel.num_lines == 0, f"{rank.name} still has lines"

@@ -63,17 +63,18 @@ RULES: tuple[tuple[str, Draw, int], ...] = (
     ("message", lambda chance: (chance.choice((0, 2, 2)),), 2),
     ("slow_link", number(6), 1),
     ("land", nothing, 3),
-    ("stop", number(3), 2),
-    ("resume", number(3), 3),
+    ("drift", lambda chance: (chance.randrange(4), chance.randint(1, 3)), 3),
+    ("stop", number(4), 2),
+    ("resume", number(4), 3),
     ("cut", pair, 1),
     ("heal", nothing, 1),
     ("break_line", pair, 1),
     ("crash", number(3), 1),
     ("restart", number(3), 2),
-    ("turn", number(3), 16),
+    ("turn", number(4), 16),
     ("run", lambda chance: (chance.randint(1, 3),), 12),
     ("pass_time", lambda chance: (chance.randint(1, 6),), 5),
-    ("tick_apart", lambda chance: (chance.randrange(3), chance.randint(1, 40)), 6),
+    ("tick_apart", lambda chance: (chance.randrange(4), chance.randint(1, 40)), 6),
 )
 _NAMES = [name for name, _, _ in RULES]
 _WEIGHTS = [weight for _, _, weight in RULES]

@@ -41,7 +41,7 @@ def script(*fates: Fate, greeting: Fate = Fate()) -> Fabric:  # noqa: B008  froz
 
 def land(engine: Engine) -> None:
     """Whatever is delayed forever may arrive now."""
-    for posted in engine.transport._posted.values():
+    for posted in engine.transport.posted.values():
         posted.polls_left = 0
 
 
@@ -524,7 +524,7 @@ def test_a_handle_that_never_ends_is_cut_off_with_the_transport_before_its_block
     for _ in range(100):
         world.now_s += 1.0
         turn_all(world, 1)
-        if first_transport._posted:
+        if first_transport.posted:
             assert not reports
     assert reports
     assert poster.transport is not first_transport
@@ -883,7 +883,7 @@ def test_a_notification_that_means_nothing_is_dropped(data: bytes) -> None:
     p, d = world.pair()
     d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
     world.run()
-    p.transport.notify(d.transport._name, data)
+    p.transport.notify(d.transport.name, data)
     world.run()
     assert not d.received
     p.prefill(NUM_TOKENS, P_BLOCKS)
@@ -899,7 +899,7 @@ def test_a_landing_told_by_an_engine_that_has_no_business_with_it_is_dropped() -
     d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
     world.run()
     stranger.transport.connect(d.transport.local_metadata())
-    stranger.transport.notify(d.transport._name, encode(SegmentLanded("t", 0, 0, is_last=True)))
+    stranger.transport.notify(d.transport.name, encode(SegmentLanded("t", 0, 0, is_last=True)))
     world.run()
     assert not d.received
     p.prefill(NUM_TOKENS, P_BLOCKS)

@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvbaton.geometry.layout import Region, plain
 from kvbaton.protocol.params import DecodeTicket
 from kvbaton.transport.loopback import Fabric, Fate
 from kvbaton.types import Direction, RequestId
-from tests.runtime.world import BLOCK_BYTES, BLOCK_SIZE, LAYERS, NUM_BLOCKS, Engine, World
+from tests.runtime.ranks import ranks
+from tests.runtime.world import BLOCK_BYTES, LAYERS, Engine, World
 
 PUSH, PULL = Direction.PUSH, Direction.PULL
 P_BLOCKS = [3, 4, 5, 9, 2]
@@ -20,46 +20,6 @@ FOREVER = 10**9
 P, D = RequestId("p"), RequestId("d")
 
 both_directions = pytest.mark.parametrize("direction", [PUSH, PULL])
-
-
-def ranks(world: World, name: str, *, port: int, tp: int = 1, pp: int = 1, total_heads: int = 2) -> list[Engine]:
-    """One engine's ranks. A block has room for two heads; a rank that owns one uses the first half of it."""
-    made = []
-    for number in range(tp * pp):
-        stage, tp_rank = divmod(number, tp)
-        engine = world.engine(name, rank=number, port=port + number)
-        layout = engine.rank.hello.layout
-        num_heads = max(1, total_heads // tp)
-        head_bytes = BLOCK_BYTES // max(1, total_heads)
-        regions = [
-            Region(
-                layer=region.layer,
-                cache_group=0,
-                base_address=region.base_address,
-                num_rows=NUM_BLOCKS,
-                row_stride_bytes=BLOCK_BYTES,
-                row_tokens=BLOCK_SIZE,
-                num_heads=num_heads,
-                total_heads=total_heads,
-                head_stride_bytes=head_bytes,
-                parts=plain(head_bytes // BLOCK_SIZE, head_bytes // BLOCK_SIZE),
-            )
-            for index, region in enumerate(layout.regions)
-            if index * pp // len(LAYERS) == stage
-        ]
-        engine.use_layout(
-            msgspec.structs.replace(
-                layout,
-                regions=tuple(regions),
-                num_kv_heads=total_heads,
-                tp_size=tp,
-                tp_rank=tp_rank,
-                pp_size=pp,
-                pp_rank=stage,
-            )
-        )
-        made.append(engine)
-    return made
 
 
 def ticket(prefill: list[Engine], direction: Direction, *, pp: int = 1) -> DecodeTicket:

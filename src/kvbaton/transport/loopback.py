@@ -228,6 +228,12 @@ class LoopbackTransport(Transport):
                 self._fabric.witness(posted.operation, source, target, length)
             ctypes.memmove(target, source, length)
 
+    def drift(self, num_pieces: int) -> None:
+        """The network moves on, although the process of this end may stand still."""
+        for posted in self.posted.values():
+            if posted.progress is Progress.MOVING and posted.may_move and posted.link.polls_left == 0:
+                self._land(posted, num_pieces)
+
     def release(self, handle: Handle) -> bool:
         self._require_one_thread()
         posted = self.posted.get(handle)
