@@ -172,7 +172,7 @@ def test_a_registration_said_again_in_another_way_is_refused() -> None:
     d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS)
     world.run()
     (reader,) = p.driver._source._transfers[TID].readers.values()
-    again = Register(TID, "P", d.rank.hello.incarnation, PULL, 0, NUM_TOKENS, (tuple(D_BLOCKS),), 10.0)
+    again = msgspec.structs.replace(reader.register, direction=PULL, hello=None)
     d.channel.send(Endpoint(HOST, p.channel.port), encode(again))
     p.turn()
     assert reader.register.direction is PUSH

@@ -45,7 +45,8 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     """D to P: my blocks for this transfer are allocated. Push: write them. Pull: tell me where to read.
 
     `num_readers` decode ranks take this transfer from the rank that is addressed. `grace_s`: from my last word to you on,
-    my blocks stay mine for at least that long.
+    my blocks stay mine for at least that long. `number` is the registration's among all of this incarnation: the same said
+    again has the same, another attempt has another.
     """
 
     transfer_id: Id
@@ -58,6 +59,7 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
     grace_s: Seconds
     num_readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)] = 1
     hello: Hello | None = None
+    number: Count = 0
 
 
 class HelloWanted(msgspec.Struct, frozen=True, tag="hello_wanted"):

@@ -59,6 +59,7 @@ class DestinationEnd:
         self._lines = Lines(rank.channel)
         self._receptions: dict[RequestId, Reception] = {}
         self._legs: dict[TransferId, list[Leg]] = {}
+        self._num_registrations = 0
 
     # -- the engine's side -------------------------------------------------------------------------------------------
 
@@ -84,9 +85,11 @@ class DestinationEnd:
 
     def _new_leg(self, reception: Reception, rank: int, now_s: float) -> Leg:
         ticket = reception.opened.ticket
+        self._num_registrations += 1
         return Leg(
             reception,
             rank,
+            self._num_registrations,
             _endpoint_of(ticket, rank),
             num_readers=num_readers(self._rank.hello.layout, ticket.tp_size, rank),
             incarnation=self._rank.incarnation,
@@ -131,6 +134,7 @@ class DestinationEnd:
             grace_s=self._rank.deadlines.draining_s,
             num_readers=leg.num_readers,
             hello=self._rank.hello if is_introducing or line.knows_us_as != leg.incarnation else None,
+            number=leg.number,
         )
         line.knows_us_as = leg.incarnation
         return self._lines.say(leg.endpoint, register)
@@ -234,6 +238,7 @@ class DestinationEnd:
         elif message.outcome is Outcome.DELIVERED and leg.direction is Direction.PUSH:
             leg.is_expecting = True  # all was written: its notifications are on their way through the transport
         else:
+            leg.is_ended_by_peer = True
             reason = f"the prefill side ended the transfer: {message.outcome.value}"
             reason = f"{reason} ({message.reason})" if message.reason else reason
             self._feed(leg, Input.FAIL, now_s, reason, why=Why.PEER_ENDED)
@@ -407,14 +412,20 @@ class DestinationEnd:
                 case Effect.TELL_CANCEL:
                     self._tell(leg, Cancel(leg.transfer_id, leg.incarnation, rendezvous.reason))
                 case Effect.TELL_ENDED:
-                    outcome = rendezvous.outcome or Outcome.FAILED
-                    self._tell(leg, Ended(leg.transfer_id, leg.incarnation, outcome, rendezvous.reason))
+                    self._tell_ended(leg)
                 case Effect.FORGET_PEER:
                     self._forget(leg)
                 case Effect.FENCE_PEER:
                     self._fence(leg)
                 case Effect.REPORT:
                     self._closed(leg, now_s)
+
+    def _tell_ended(self, leg: Leg) -> None:
+        """Whoever ended it knows; it may only have refused us, and still have the transfer for another attempt."""
+        rendezvous = leg.rendezvous
+        if not leg.is_ended_by_peer:
+            outcome = rendezvous.outcome or Outcome.FAILED
+            self._tell(leg, Ended(leg.transfer_id, leg.incarnation, outcome, rendezvous.reason))
 
     def _tell(self, leg: Leg, message: SideMessage) -> None:
         if leg.endpoint in self._lines:  # else it is gone: calling again would only leave a socket behind

@@ -58,6 +58,8 @@ class Leg:
     reception: Reception
     rank: int
     """Of the prefill engine."""
+    number: int
+    """Of our registration."""
     endpoint: Endpoint
     num_readers: int
     """How many decode ranks take this transfer from that prefill rank."""
@@ -75,6 +77,7 @@ class Leg:
     is_expecting: bool = False
     """A segment is known to be on its way."""
     is_accepted: bool = False
+    is_ended_by_peer: bool = False
 
     @property
     def end(self) -> End:

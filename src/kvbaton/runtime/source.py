@@ -213,7 +213,8 @@ class SourceEnd:
             self._close_claim(transfer, Input.COMPLETE, now_s)
 
     def _say_no(self, caller: Caller, register: Register, outcome: Outcome, reason: str, now_s: float) -> None:
-        """That is final: whoever hears it gives the blocks back, and the same registration may come a second time.
+        """That is final: whoever hears it gives the blocks back, and the same registration may come a second time. Another
+        attempt of that reader is another registration.
 
         Or it came a second time just now, and we are writing already: then that ends first, and says so itself.
         """
@@ -459,8 +460,8 @@ def _why_unclaimed(transfer: SourceTransfer) -> str:
 
 
 def _name_of(register: Register) -> TransferId:
-    """One reader of a transfer."""
-    return TransferId(f"{register.transfer_id} {register.from_incarnation}")
+    """One attempt of one reader."""
+    return TransferId(f"{register.transfer_id} {register.from_incarnation} {register.number}")
 
 
 def _is_same(known: Register, again: Register) -> bool:
