@@ -22,7 +22,7 @@ from vllm.v1.request import RequestStatus
 
 from kvbaton.connector.caches import describe_caches, refuse_unsupported, windowed_groups
 from kvbaton.connector.fence import record_fence
-from kvbaton.connector.handover import RankAddress, StepHandover
+from kvbaton.connector.handover import FailedLoads, RankAddress, StepHandover
 from kvbaton.connector.scheduler import SchedulerSide
 from kvbaton.connector.settings import read_settings
 from kvbaton.connector.stats import BatonPromMetrics, BatonStats
@@ -139,6 +139,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler_side.sends_ended(connector_output.finished_sending or ())
         self._scheduler_side.loads_ended(connector_output.finished_recving or (), connector_output.failed_recving)
+        failed_somewhere = connector_output.kv_connector_worker_meta
+        if isinstance(failed_somewhere, FailedLoads):
+            self._scheduler_side.loads_failed_somewhere(failed_somewhere.request_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -202,6 +205,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(
             finished_sending=set(batch.sent), finished_recving=set(batch.received), failed_recving=set(batch.failed)
         )
+
+    def build_connector_worker_meta(self) -> FailedLoads | None:
+        failed = self._worker_side.take_failed_loads()
+        return FailedLoads(failed) if failed else None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)

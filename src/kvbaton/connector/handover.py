@@ -1,11 +1,16 @@
-"""What the scheduler side hands to the worker side each step, and what a worker tells the scheduler once."""
+"""What the scheduler side hands to the worker side each step, and what a worker tells the scheduler."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
+from kvbaton.errors import LocalProtocolError
 from kvbaton.runtime.events import Command
 from kvbaton.types import RequestId, TransferId
 
@@ -21,6 +26,18 @@ class StepHandover(KVConnectorMetadata):
     rejected: dict[RequestId, str] = field(default_factory=dict)
     """Decode requests whose params are invalid: to be failed without a transfer."""
     num_scheduled_tokens: int = 0
+
+
+@dataclass
+class FailedLoads(KVConnectorWorkerMetadata):
+    """Loads that failed on a rank. vLLM tells its scheduler of them when all ranks are done; the others need not go on."""
+
+    request_ids: frozenset[RequestId]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> FailedLoads:
+        if not isinstance(other, FailedLoads):
+            raise LocalProtocolError(f"worker metadata of {type(other).__name__} reached BatonConnector")
+        return FailedLoads(self.request_ids | other.request_ids)
 
 
 @dataclass

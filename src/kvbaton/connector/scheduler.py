@@ -282,6 +282,13 @@ class SchedulerSide:
             if isinstance(tracked, DecodeRequest):
                 tracked.stage = Stage.OVER
 
+    def loads_failed_somewhere(self, request_ids: Iterable[RequestId]) -> None:
+        """One rank said so; the others are told, who might wait long for KV that nobody will use."""
+        for request_id in request_ids:
+            tracked = self._requests.get(request_id)
+            if isinstance(tracked, DecodeRequest) and tracked.stage is Stage.LOADING:
+                self._handover.before_forward.append(DestinationCancelled(request_id))
+
     @property
     def is_waiting_for_steps(self) -> bool:
         """Blocks come free with the next steps, also if there is nothing else to do."""

@@ -67,6 +67,7 @@ class WorkerSide:
         self._loading: set[RequestId] = set()
         self._held: set[RequestId] = set()
         self._rejected: dict[RequestId, str] = {}
+        self._failed_loads: frozenset[RequestId] = frozenset()
 
     @property
     def address(self) -> RankAddress:
@@ -165,7 +166,13 @@ class WorkerSide:
         self._rejected = {}
         self._loading -= batch.received
         self._held -= batch.sent
+        self._failed_loads |= batch.failed.keys()
         return batch
+
+    def take_failed_loads(self) -> frozenset[RequestId]:
+        """Those that failed here since the last call."""
+        failed, self._failed_loads = self._failed_loads, frozenset()
+        return failed
 
     def _drop_strangers(self, batch: Batch) -> None:
         """The scheduler of vLLM dies of a request that it does not know, or no longer knows."""

@@ -226,6 +226,20 @@ def test_a_decode_request_given_up_while_it_loads_is_called_off_by_name() -> Non
     assert len(scheduler._shared) == 0
 
 
+def test_a_load_that_failed_on_one_rank_is_called_off_on_all() -> None:
+    """Found: the other ranks went on waiting for a prefill engine of which one process hung."""
+    scheduler = side()
+    wanted = request(D, 40, **DECODE)
+    scheduler.new_request(wanted)
+    scheduler.blocks_allocated(wanted, BLOCKS, 39)
+    step(scheduler)
+    scheduler.loads_failed_somewhere([D, RequestId("nobody's")])
+    assert step(scheduler).before_forward == [DestinationCancelled(D)]
+    scheduler.loads_ended([D], {D})
+    scheduler.loads_failed_somewhere([D])  # of a rank that was the last
+    assert step(scheduler) == StepHandover()
+
+
 # -- several requests with one ticket --------------------------------------------------------------------------------
 
 SIBLINGS = [request(f"{index}_d", 40, **DECODE) for index in range(3)]

@@ -118,6 +118,8 @@ def test_a_rejected_request_is_a_failed_load_in_the_same_step(pair: tuple[Side, 
     _, d = pair
     d.worker.submit_before(StepHandover(rejected={D: "remote_port"}))
     assert d.worker.collect(is_idle_step=True) == Batch(received={D}, failed={D: "remote_port"})
+    assert d.worker.take_failed_loads() == {D}
+    assert not d.worker.take_failed_loads()
     assert d.worker.collect(is_idle_step=True) == Batch()
 
 
