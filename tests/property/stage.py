@@ -28,6 +28,8 @@ BLOCKS_PER_STORY = 4
 MAX_STORIES = 5
 FOREVER = 10**9
 TICK_S = 2.5
+PROMPT_S = 20.0
+"""Shorter than any lease: where nothing went wrong and both sides have spoken, nobody waits for a clock."""
 SETTLING_S = 150.0
 """No engine needs longer to end what it has: the longest chain is a lease, a drain, letting go, and a drain of the peer."""
 
@@ -95,6 +97,10 @@ class Story:
         return f"d{self.index}"
 
     @property
+    def is_known_to_both(self) -> bool:
+        return (self.at_prefill == "new") == (self.at_decode == "new")
+
+    @property
     def received_blocks(self) -> list[int]:
         return self.d_blocks[self.first_token // BLOCK_SIZE :]
 
@@ -118,6 +124,7 @@ class Stage:
         self.stopped: set[int] = set()
         """Ports of the processes that stand still."""
         self.stories: list[Story] = []
+        self.is_faultless = True
 
     def _story(self, index: int) -> Story | None:
         return self.stories[index % len(self.stories)] if self.stories else None
@@ -231,11 +238,13 @@ class Stage:
 
     def fate(self, kind: int) -> None:
         """Of the next operation or notification that has none yet."""
+        self.is_faultless = False
         self.fates.append(FATES[kind % len(FATES)])
 
     def message(self, num_copies: int) -> None:
         """The next word on the side channel that has no fate yet is lost, or comes twice."""
         self.ledger.is_calm &= num_copies > 0
+        self.is_faultless = False
         self.copies.append(num_copies)
 
     def slow_link(self, num_polls: int) -> None:
@@ -355,6 +364,9 @@ class Stage:
                 story.at_prefill = "released"
                 self.ledger.give_back(group, story.p_blocks, Claim("source", story.index, story.generation))
             is_waiting = story.at_decode == "waiting" and self.decodes[story.d] is group
+            if is_waiting and group.has_failed(story.d_rid):
+                for rank in group.ranks:  # as our scheduler side does, told by one of them
+                    rank.cancel(story.d_rid)
             if is_waiting and group.has_received(story.d_rid):
                 story.at_decode = "over"
                 if not group.has_failed(story.d_rid):
@@ -381,7 +393,10 @@ class Stage:
         self.link_polls.clear()
         self.land()
         self.heal()
+        is_prompt = self.is_faultless and self.ledger.is_calm and all(each.is_known_to_both for each in self.stories)
+        began_s = self.world.now_s
         self._settle()
+        assert not is_prompt or self.world.now_s <= began_s + PROMPT_S, f"waited for a clock: {self._unfinished()}"
         if self.stopped:
             self.stopped.clear()
             self.land()
