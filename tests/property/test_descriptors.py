@@ -128,12 +128,17 @@ def sides(draw: st.DrawFn) -> tuple[Side, Side]:
     is_transposed = draw(st.booleans())  # on both sides: nobody pairs parts of different sizes
     orders = [order for order in ORDERS if order[-1] == "N"] if is_transposed else ORDERS
 
-    def side(pp: int) -> Side:
-        row = draw(st.sampled_from((2, 4, 6)))
+    has_window = any(layer.window_tokens for layer in layers)
+    sizes = [(row, row * factor) for row in (2, 4, 6) for factor in (1, 1, 2)]
+
+    def side(pp: int, prefill_block: int = 0) -> Side:
+        """A window wants a decode block size that divides prefill's."""
+        fitting = [(row, block) for row, block in sizes if not has_window or prefill_block % block == 0]
+        row, block = draw(st.sampled_from(fitting))
         return Side(
             layers=layers,
             order=draw(st.sampled_from(orders)),
-            block_tokens=row * draw(st.sampled_from((1, 1, 2))),
+            block_tokens=block,
             row_tokens=row,
             tp_size=draw(st.sampled_from((1, 2, 4))),
             pp_size=pp,
@@ -141,7 +146,8 @@ def sides(draw: st.DrawFn) -> tuple[Side, Side]:
             is_transposed=is_transposed,
         )
 
-    return side(pp_size), side(1)
+    prefill = side(pp_size)
+    return prefill, side(1, prefill.block_tokens)
 
 
 @st.composite
@@ -180,17 +186,11 @@ def content(layer: str, head: int, token: int) -> tuple[int, int]:
     return number % 251, number // 251 % 251
 
 
-def lists(
-    layout: KVLayout, ids: tuple[int, ...], num_tokens: int, *, drops_outside_windows: bool, fills_tokens: int
-) -> list[list[int]]:
-    """Block lists per cache group; blocks wholly outside a window are null where the engine gave them back.
-
-    The source has those that share a block of `fills_tokens` with the window: decode's blocks are filled whole.
-    """
+def lists(layout: KVLayout, ids: tuple[int, ...], num_tokens: int, *, drops_outside_windows: bool) -> list[list[int]]:
+    """Block lists per cache group; blocks wholly outside a window are null where the engine gave them back."""
     found = []
     for size, window in zip(layout.block_size_tokens, layout.window_tokens, strict=True):
         needed_from = max(0, num_tokens - window) if window and drops_outside_windows else 0
-        needed_from -= needed_from % fills_tokens
         found.append([each if (index + 1) * size > needed_from else 0 for index, each in enumerate(ids)])
     return found
 
@@ -210,9 +210,8 @@ def move(source: tuple[KVLayout, Memory], target: tuple[KVLayout, Memory], promp
     ends = (source, target) if posts is End.SOURCE else (target, source)
     mapping = map_layouts(ends[0][0], ends[1][0], posts)
     drops = data.draw(st.booleans(), label="windows dropped")
-    fills = target[0].block_size_tokens[0]
     at_source, at_target = (
-        lists(each, ids, prompt.num_tokens, drops_outside_windows=drops, fills_tokens=fills)
+        lists(each, ids, prompt.num_tokens, drops_outside_windows=drops)
         for each, ids in ((source[0], prompt.prefill_ids), (target[0], prompt.decode_ids))
     )
     ours, theirs = (at_source, at_target) if posts is End.SOURCE else (at_target, at_source)

@@ -89,7 +89,7 @@ def map_layouts(ours: KVLayout, theirs: KVLayout, our_end: End) -> PeerMapping:
         other = their_regions.get(mine.layer)
         if other is None:
             continue  # of another pipeline stage
-        _require_same_layer(ours, theirs, mine, other)
+        _require_same_layer(ours, theirs, mine, other, our_end)
         heads = heads_between(mine.total_heads, prefill.tp_size, prefill.tp_rank, decode.tp_size, decode.tp_rank)
         if len(heads):
             pairs[mine.cache_group, other.cache_group].append((mine, other, heads))
@@ -128,7 +128,7 @@ def _require_compatible(ours: KVLayout, theirs: KVLayout, prefill: KVLayout, dec
         raise _differs("set of layers", sorted(here - there)[:NUM_SHOWN], sorted(there - here)[:NUM_SHOWN])
 
 
-def _require_same_layer(ours: KVLayout, theirs: KVLayout, mine: Region, other: Region) -> None:
+def _require_same_layer(ours: KVLayout, theirs: KVLayout, mine: Region, other: Region, our_end: End) -> None:
     for name, here, there in (
         ("KV heads", mine.total_heads, other.total_heads),
         ("parts of a token", _content(mine), _content(other)),
@@ -136,6 +136,15 @@ def _require_same_layer(ours: KVLayout, theirs: KVLayout, mine: Region, other: R
     ):
         if here != there:
             raise _differs(f"{name} of layer {mine.layer}", here, there)
+    window = ours.window_tokens[mine.cache_group]
+    sizes = ours.block_size_tokens[mine.cache_group], theirs.block_size_tokens[other.cache_group]
+    prefill_size, decode_size = sizes if our_end is End.SOURCE else sizes[::-1]
+    if window and prefill_size % decode_size:
+        # A decode block that the window touches is filled whole, and the prefill engine keeps only what the window touches.
+        raise Incompatible(
+            f"layer {mine.layer} has a sliding window, and the prefill engine's block size {prefill_size} is not a multiple of "
+            f"the decode engine's {decode_size}. Start the decode engine with a block size that divides {prefill_size}."
+        )
 
 
 def _differs(name: str, mine: object, other: object) -> Incompatible:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.errors import RemoteProtocolError
+from kvbaton.errors import Incompatible, RemoteProtocolError
 from kvbaton.geometry.descriptors import Descriptors, alignment_tokens, describe
 from kvbaton.geometry.layout import KVLayout, Region, plain
 from kvbaton.geometry.mapping import PeerMapping, map_layouts
@@ -145,18 +145,23 @@ def test_a_segment_ends_where_no_block_of_either_side_is_cut() -> None:
     assert alignment_tokens((16, 24), (32,)) == 96
 
 
-def test_a_destination_block_that_the_window_touches_is_filled_whole_or_not_at_all() -> None:
-    """Found: half-filled, it stayed in decode's prefix cache, and a shorter prompt would have read the other half."""
-    ours, theirs = of(dense(), window=3), of(dense(base=50000, tokens=8), block=8, window=3)
-    with pytest.raises(RemoteProtocolError, match="no longer holds token 0"):
-        whole(pair(ours, theirs), [[0, 2]], [[1]], 8)  # token 5 on; the source let go of 0 to 3
-    with pytest.raises(RemoteProtocolError, match="no longer holds token 0"):
-        whole(pair(theirs, ours, End.DESTINATION), [[1]], [[0, 2]], 8)
+@pytest.mark.parametrize("prefill_block", [4, 12])
+def test_a_window_wants_decode_blocks_that_lie_within_prefill_blocks(prefill_block: int) -> None:
+    """Found: half-filled, a decode block stayed in the prefix cache, and a shorter prompt would have read the other half.
+
+    Filled whole from what the prefill engine still had, it could hold what somebody else wrote there meanwhile.
+    """
+    small, large = (of(dense(tokens=tokens), block=tokens, window=3) for tokens in (prefill_block, 8))
+    said = f"prefill engine's block size {prefill_block} is not a multiple of the decode engine's 8"
+    with pytest.raises(Incompatible, match=said):
+        pair(small, large)
+    with pytest.raises(Incompatible, match=said):
+        pair(large, small, End.DESTINATION)
 
 
 def test_a_destination_block_that_the_window_has_passed_stays_as_it_is() -> None:
-    ours, theirs = of(dense(), window=3), of(dense(base=50000, tokens=8), block=8, window=3)
-    assert whole(pair(ours, theirs), [[0, 0, 0, 0, 5]], [[1, 2, 3]], 20) == [(10020, 50024, 4)]
+    ours, theirs = of(dense(tokens=8), block=8, window=3), of(dense(base=50000), window=3)
+    assert whole(pair(ours, theirs), [[0, 0, 5]], [[1, 2, 3, 4, 6]], 20) == [(10040, 50024, 4)]
 
 
 @pytest.mark.parametrize("end_token", [1 << 40, 1 << 63, 1 << 64])
