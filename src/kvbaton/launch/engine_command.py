@@ -90,7 +90,7 @@ def executor_of(spec: DeploymentSpec, device: Device, role: Role) -> str | None:
     """One process per engine on a CPU: vLLM's multi-process executor spins in sched_yield after each step."""
     if spec.executor or device is not Device.CPU:
         return spec.executor
-    return "uni" if spec.tp_of(role) == 1 else "mp"
+    return "uni" if spec.num_ranks_of(role) == 1 else "mp"
 
 
 def _sizes(spec: DeploymentSpec, device: Device, role: Role) -> list[str]:
@@ -100,6 +100,7 @@ def _sizes(spec: DeploymentSpec, device: Device, role: Role) -> list[str]:
         ("--block-size", spec.block_size or (_CPU_BLOCK_SIZE if cpu else None)),
         ("--distributed-executor-backend", executor_of(spec, device, role)),
         ("--tensor-parallel-size", spec.tp_of(role) if spec.tp_of(role) > 1 else None),
+        ("--pipeline-parallel-size", spec.pp_of(role) if spec.pp_of(role) > 1 else None),
         ("--max-model-len", spec.max_model_len),
         ("--max-num-batched-tokens", spec.max_num_batched_tokens),
     ]
@@ -125,11 +126,11 @@ def _cpu_env(spec: DeploymentSpec, role: Role, seat: Seat) -> dict[str, str]:
     if executor_of(spec, Device.CPU, role) == "uni":
         # VLLM_CPU_OMP_THREADS_BIND has no effect in this mode: affinity and thread count do it.
         return env | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(len(seat.cores))}
-    tp = spec.tp_of(role)
+    num_ranks = spec.num_ranks_of(role)
     if not spec.pin:
-        threads = max(1, len(seat.cores) // tp)
+        threads = max(1, len(seat.cores) // num_ranks)
         return env | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
-    ranks = split_cores(seat.cores, tp)
+    ranks = split_cores(seat.cores, num_ranks)
     return env | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(format_cores(rank) for rank in ranks)}
 
 

@@ -108,7 +108,10 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
         default="baton",
         help="ours, one of vLLM's own, or none: engines that do both (baton)",
     )
-    group.add_argument("--tp", type=int, default=1, metavar="N", help="ranks per engine (1)")
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks per engine (1)")
+    group.add_argument("--prefill-tp", type=int, metavar="N", help="of prefill engines, where they differ")
+    group.add_argument("--decode-tp", type=int, metavar="N", help="of decode engines, where they differ")
+    group.add_argument("--prefill-pp", type=int, default=1, metavar="N", help="pipeline stages per prefill engine (1)")
     group.add_argument(
         "--kv-load-failure-policy",
         choices=("fail", "recompute"),

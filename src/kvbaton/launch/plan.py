@@ -172,7 +172,7 @@ def _side_channel_port(spec: DeploymentSpec, ports: Ports, seat: int, who: tuple
     if spec.connector is Connector.NONE:
         return None
     fixed = spec.side_channel_ports[seat] if spec.side_channel_ports else 0
-    what, num_ranks = f"the side channel of {who[0]}", spec.tp_of(who[1])
+    what, num_ranks = f"the side channel of {who[0]}", spec.num_ranks_of(who[1])
     if spec.connector is Connector.BATON and not fixed:
         if num_ranks > 1:
             return ports.take_run(spec.side_channel_host, num_ranks, what=what)
@@ -212,7 +212,7 @@ def _gpus_per_engine(
 ) -> list[tuple[str, ...]]:
     if machine.device is Device.CPU:
         return [()] * len(roles)
-    sizes = [spec.tp_of(role) for role in roles]
+    sizes = [spec.num_ranks_of(role) for role in roles]
     gpus = machine.gpus
     if not gpus:
         warnings.append(
@@ -222,7 +222,8 @@ def _gpus_per_engine(
     if spec.share_gpus:
         if max(sizes) > len(gpus):
             raise usage_error(
-                f"tp {max(sizes)} on {len(gpus)} GPUs", "Lower --tp: ranks of one engine need a GPU each."
+                f"engines of {max(sizes)} ranks on {len(gpus)} GPUs",
+                "Lower --tp or --prefill-pp: ranks of one engine need a GPU each.",
             )
         return [
             tuple(gpus[(sum(sizes[:seat]) + rank) % len(gpus)] for rank in range(size))
@@ -231,7 +232,7 @@ def _gpus_per_engine(
     if sum(sizes) > len(gpus):
         raise usage_error(
             f"{len(roles)} engines need {sum(sizes)} GPUs, {len(gpus)} are visible",
-            "Lower --prefill, --decode or --tp, or let engines share GPUs with --share-gpus.",
+            "Lower --prefill, --decode, --tp or --prefill-pp, or let engines share GPUs with --share-gpus.",
         )
     return [tuple(gpus[sum(sizes[:seat]) : sum(sizes[: seat + 1])]) for seat in range(len(roles))]
 

@@ -52,6 +52,8 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tp: int = 1
     prefill_tp: int | None = None
     decode_tp: int | None = None
+    prefill_pp: int = 1
+    """Pipeline stages of each prefill engine."""
     device: Device = Device.AUTO
     share_gpus: bool = False
     """Let several engines use one GPU, each with its share of the memory."""
@@ -99,6 +101,7 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         self._check_name_and_counts()
+        self._check_ranks()
         self._check_ports()
         self._check_sizes()
 
@@ -131,6 +134,13 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def tp_of(self, role: Role) -> int:
         return (self.prefill_tp if role is Role.PREFILL else self.decode_tp) or self.tp
 
+    def num_ranks_of(self, role: Role) -> int:
+        """Worker processes, and GPUs, of one engine."""
+        return self.tp_of(role) * self.pp_of(role)
+
+    def pp_of(self, role: Role) -> int:
+        return self.prefill_pp if role is Role.PREFILL else 1
+
     def extra_args_of(self, role: Role) -> tuple[str, ...]:
         """What the user adds to the command line of `role`, the more specific last, so that it wins."""
         return self.engine_args + (self.prefill_args if role is Role.PREFILL else self.decode_args)
@@ -151,9 +161,18 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise usage_error(f"prefill: {self.prefill_count} engines", "Give at least one, or --connector none.")
         if self.num_decode < 1:
             raise usage_error(f"decode: {self.num_decode} engines", "Give at least one.")
+
+    def _check_ranks(self) -> None:
         for what, size in (("tp", self.tp), ("prefill tp", self.prefill_tp), ("decode tp", self.decode_tp)):
             if size is not None and size < 1:
                 raise usage_error(f"{what}: {size} ranks", "Give at least one.")
+        if self.prefill_pp < 1:
+            raise usage_error(f"prefill pp: {self.prefill_pp} stages", "Give at least one.")
+        if self.prefill_pp > 1 and self.connector is not Connector.BATON:
+            raise usage_error(
+                f"prefill pp: {self.prefill_pp} stages with connector {self.connector.value}",
+                "Pipeline stages on the prefill side go with --connector baton.",
+            )
 
     def _check_ports(self) -> None:
         for what, ports, count in (
@@ -182,8 +201,8 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if size is not None and size <= 0:
                 raise usage_error(f"{what}: {size} is not positive", "Give a number above zero.")
         for role in Role:
-            if self.executor == "uni" and self.tp_of(role) > 1:
+            if self.executor == "uni" and self.num_ranks_of(role) > 1:
                 raise usage_error(
-                    f"executor uni with {self.tp_of(role)} ranks: it runs one rank only",
-                    "Use --executor mp, or --tp 1.",
+                    f"executor uni with {self.num_ranks_of(role)} ranks: it runs one rank only",
+                    "Use --executor mp, or one rank per engine.",
                 )

@@ -46,6 +46,9 @@ def test_without_connector_there_are_no_prefill_engines() -> None:
         ({"block_size": -1}, "block size"),
         ({"startup_timeout_s": 0.0}, "startup timeout"),
         ({"executor": "uni", "tp": 2}, "executor uni"),
+        ({"executor": "uni", "prefill_pp": 2}, "executor uni with 2 ranks"),
+        ({"prefill_pp": 0}, "prefill pp: 0 stages"),
+        ({"prefill_pp": 2, "connector": Connector.NIXL_PUSH}, "prefill pp: 2 stages with connector nixl-push"),
     ],
 )
 def test_a_mistake_is_refused_by_name_with_a_remedy(fields: dict[str, object], named: str) -> None:
@@ -55,9 +58,15 @@ def test_a_mistake_is_refused_by_name_with_a_remedy(fields: dict[str, object], n
     assert refused.value.__notes__
 
 
+def test_pipeline_stages_are_of_prefill_engines() -> None:
+    spec = DeploymentSpec(model="tiny", prefill_tp=2, prefill_pp=3)
+    assert [spec.num_ranks_of(role) for role in (Role.PREFILL, Role.DECODE)] == [6, 1]
+
+
 def test_tp_and_arguments_by_role_the_more_specific_last() -> None:
     spec = DeploymentSpec(model="tiny", tp=2, decode_tp=4, engine_args=("--seed", "1"), decode_args=("--seed", "2"))
     assert [spec.tp_of(role) for role in (Role.PREFILL, Role.DECODE)] == [2, 4]
+    assert [spec.num_ranks_of(role) for role in (Role.PREFILL, Role.DECODE)] == [2, 4]
     assert spec.extra_args_of(Role.PREFILL) == ("--seed", "1")
     assert spec.extra_args_of(Role.DECODE) == ("--seed", "1", "--seed", "2")
 

@@ -229,8 +229,15 @@ def test_too_few_gpus_are_refused_unless_shared() -> None:
     plan = planned(one, share_gpus=True)
     assert [engine.env["CUDA_VISIBLE_DEVICES"] for engine in plan.engines] == ["3", "3"]
     assert flag(plan.engines[0], "--gpu-memory-utilization") == "0.45"
-    with pytest.raises(UsageError, match="tp 2 on 1 GPUs"):
+    with pytest.raises(UsageError, match="engines of 2 ranks on 1 GPUs"):
         planned(one, share_gpus=True, tp=2)
+
+
+def test_pipeline_stages_are_ranks_with_gpus_and_ports_of_their_own() -> None:
+    plan = planned(EIGHT_GPUS, prefill_pp=2, prefill_tp=2)
+    assert [engine.env["CUDA_VISIBLE_DEVICES"] for engine in plan.engines] == ["0,1,2,3", "4"]
+    assert flag(plan.engines[0], "--pipeline-parallel-size") == "2"
+    assert "--pipeline-parallel-size" not in plan.engines[1].argv
 
 
 def test_commands_for_a_gpu_machine_can_be_made_on_one_without() -> None:
