@@ -108,6 +108,10 @@ class DestinationEnd:
             num_blocks=sum(len(group) for group in command.blocks),
             num_tokens=command.num_tokens - command.first_token,
         )
+        for leg in reception.legs:
+            line = self._lines.use(leg.endpoint, now_s)
+            is_connected = line.greeted_us_as == leg.incarnation
+            self._rank.journal.tally.peer_opens(End.DESTINATION, leg.peer_name, is_connected=is_connected)
         for leg in reception.open_legs():  # the first that fails at once takes the others along
             failure = self._register(leg, now_s)
             if failure is not None:
@@ -132,6 +136,8 @@ class DestinationEnd:
             num_readers=leg.num_readers,
             hello=self._rank.hello if is_introducing or line.knows_us_as != leg.incarnation else None,
         )
+        if is_introducing:
+            line.greeted_us_as = None  # it does not know us, and is going to greet us as a stranger
         line.knows_us_as = leg.incarnation
         return self._lines.say(leg.endpoint, register)
 
@@ -255,6 +261,7 @@ class DestinationEnd:
             End.DESTINATION, "segment_arrived", leg.transfer_id, segment=notification.segment, peer=leg.peer_name
         )
         leg.is_expecting = False
+        self._rank.journal.tally.peer_connects(End.DESTINATION, leg.peer_name)
         leg.rendezvous.heard(now_s)
         if leg.receipt.is_complete:
             self._feed(leg, Input.COMPLETE, now_s)
@@ -271,6 +278,7 @@ class DestinationEnd:
             is_its = is_agent_of(sender, leg.reception.opened.ticket.engine_id, leg.rank)
             if is_its and line is not None and line.greeted_us_as != leg.incarnation:
                 line.greeted_us_as = leg.incarnation
+                self._rank.journal.tally.peer_connects(End.DESTINATION, leg.peer_name)
                 self._lines.say(leg.endpoint, Connected())
 
     def _all_legs(self) -> Iterator[Leg]:
@@ -329,7 +337,7 @@ class DestinationEnd:
             if settled.failure is not None:
                 self._feed(leg, Input.FAIL, now_s, settled.failure, why=Why.NOT_MOVED)
             else:
-                settled.move.peer.connecting_until_s = now_s
+                self._rank.carried(End.DESTINATION, settled.move.peer, now_s)
                 leg.rendezvous.moved(now_s)
                 self._pump(leg, settled.move, now_s)
             if leg.rendezvous.state is State.DRAINING and leg.num_in_flight == 0:
@@ -446,6 +454,7 @@ class DestinationEnd:
     def _closed(self, leg: Leg, now_s: float) -> None:
         """A leg came to its end; one that did not deliver takes its siblings along."""
         reception, rendezvous = leg.reception, leg.rendezvous
+        self._rank.journal.tally.peer_closes(End.DESTINATION, leg.peer_name)
         self._legs[leg.transfer_id].remove(leg)
         if not self._legs[leg.transfer_id]:
             del self._legs[leg.transfer_id]

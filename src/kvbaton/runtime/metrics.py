@@ -77,6 +77,7 @@ class Channel(enum.Enum):
 
 class PeerState(enum.Enum):
     CONNECTING = "connecting"
+    """Nothing has come over the link yet."""
     CONNECTED = "connected"
 
 
@@ -185,7 +186,8 @@ PINNED = Metric(
     labels={"end": End},
 )  # fmt: skip
 WAITING = Metric(
-    "waiting_transfers", Kind.GAUGE, "Transfers that wait: at P for the decode side, at D for their KV.",
+    "waiting_transfers", Kind.GAUGE,
+    "Transfers that wait: at P for the decode side, once the prefill is over; at D for their KV.",
     "Growing without end.", labels={"end": End},
 )  # fmt: skip
 OLDEST = Metric(
@@ -194,8 +196,9 @@ OLDEST = Metric(
     labels={"end": End},
 )  # fmt: skip
 PEERS = Metric(
-    "peers", Kind.GAUGE, "Ranks of other engines that this rank knows.",
-    "connecting for more than a few seconds.", labels={"state": PeerState},
+    "peers", Kind.GAUGE,
+    "Ranks of other engines with which requests of this engine have transfers open: decode ranks at P, prefill ranks at D.",
+    "connecting for more than a few seconds.", labels={"end": End, "state": PeerState},
 )  # fmt: skip
 
 METRICS = (

@@ -23,7 +23,7 @@ from kvbaton.runtime.mover import Move, Mover
 from kvbaton.runtime.peers import Peer, Peers, agent_name
 from kvbaton.runtime.sidechannel import SideChannel
 from kvbaton.transport.base import Operation, Transport
-from kvbaton.types import TransferId
+from kvbaton.types import End, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
 
@@ -52,6 +52,11 @@ class Rank:
     @property
     def incarnation(self) -> str:
         return self.hello.incarnation
+
+    def carried(self, end: End, peer: Peer, now_s: float) -> None:
+        """Something came over the link to or from `peer`, to which we are that end."""
+        peer.carried(now_s)
+        self.journal.tally.peer_connects(end, peer.name)
 
     def give_up(self, move: Move, now_s: float) -> None:
         """The move's deadline is over and the transport still works on it: it is asked to let go, in the end it is cut off."""

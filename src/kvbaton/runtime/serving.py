@@ -19,7 +19,7 @@ from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import Caller
 from kvbaton.runtime.source_transfer import NEVER_S, Reader, SourceTransfer
 from kvbaton.transport.base import Operation
-from kvbaton.types import Direction, Outcome, TransferId
+from kvbaton.types import Direction, End, Outcome, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
 
@@ -153,7 +153,7 @@ class Serving:
         if settled.failure is not None:
             self.feed(transfer, reader, Input.FAIL, now_s, settled.failure, why=Why.NOT_MOVED)
         else:
-            settled.move.peer.connecting_until_s = now_s
+            self._rank.carried(End.SOURCE, settled.move.peer, now_s)
             reader.rendezvous.moved(now_s)
             # Before looking further: what is complete is delivered, whatever a preempted prefill computes again.
             self._maybe_complete(transfer, reader, now_s)
