@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.runtime.events import Results
+from kvbaton.runtime.metrics import Fenced
 from kvbaton.runtime.tally import Snapshot
+from kvbaton.transport.loopback import Fabric, Fate
 from kvbaton.types import Direction, RequestId, TransferId
 from tests.runtime.world import Engine, World
 
 PUSH, PULL = Direction.PUSH, Direction.PULL
+FOREVER = 10**9
 both_directions = pytest.mark.parametrize("direction", [PUSH, PULL])
 
 
@@ -158,7 +161,7 @@ class TestPeers:
         d.open_destination(p.ticket(), 8, [3, 4])
         p.prefill(8, [1, 2])
         world.run()
-        p.rank.fence()
+        p.rank.fence(Fenced.STUCK_OPERATION)
         p.open_source(TransferId("u"), "p2")
         d.open_destination(p.ticket(tid=TransferId("u")), 8, [5, 6], rid="d2")
         d.turn()
@@ -167,4 +170,40 @@ class TestPeers:
         p.advance(8, [1, 2], tid=TransferId("u"), rid="p2")
         p.finish(TransferId("u"), "p2")
         world.run()
+        world.check()
+
+
+class TestFences:
+    def test_one_against_a_silent_writer(self) -> None:
+        world = World()
+        p, d = world.pair()
+        d.open_destination(p.ticket(), 8, [3, 4])
+        world.run()
+        world.pass_time(60, d)
+        assert take(d).counted["fences|silent_writer"] == 1
+        world.run()
+        world.pass_time(60)
+        assert not [key for key in take(p).counted if key.startswith("fences")]
+        world.check()
+
+    def test_a_reader_has_nothing_to_fence_off(self) -> None:
+        world = World()
+        p, d = world.pair()
+        d.open_destination(p.ticket(PULL), 8, [3, 4])
+        world.run()
+        world.pass_time(60, d)
+        assert not [key for key in take(d).counted if key.startswith("fences")]
+
+    @both_directions
+    def test_one_against_an_operation_that_the_transport_does_not_let_go_of(self, direction: Direction) -> None:
+        world = World(fabric=Fabric(script=lambda number: Fate(delay_polls=FOREVER)))
+        p, d = world.pair()
+        d.open_destination(p.ticket(direction), 8, [3, 4])
+        p.prefill(8, [1, 2])
+        for _ in range(90):
+            world.now_s += 1
+            p.turn()
+            d.turn()
+        mover = p if direction is PUSH else d
+        assert take(mover).counted["fences|stuck_operation"] == 1
         world.check()

@@ -34,7 +34,7 @@ from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
 from kvbaton.runtime.destination_transfer import Leg, Reception
 from kvbaton.runtime.events import DestinationCancelled, DestinationOpened
 from kvbaton.runtime.lines import Lines
-from kvbaton.runtime.metrics import Why
+from kvbaton.runtime.metrics import Fenced, Why
 from kvbaton.runtime.mover import Move, Settled
 from kvbaton.runtime.peers import CONNECT_TIMEOUT_S, is_agent_of
 from kvbaton.runtime.rank import Rank
@@ -449,7 +449,7 @@ class DestinationEnd:
                 "that nothing it may have begun can land; transfers in flight here fail and are computed again.",
                 leg.endpoint.address, leg.transfer_id,
             )  # fmt: skip
-            self._rank.fence()
+            self._rank.fence(Fenced.SILENT_WRITER)
 
     def _closed(self, leg: Leg, now_s: float) -> None:
         """A leg came to its end; one that did not deliver takes its siblings along."""

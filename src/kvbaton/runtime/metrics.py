@@ -7,6 +7,7 @@ only another stem. Invariant: a label's values come from an enumeration. docs/me
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass, field
 
 from kvbaton.errors import BatonError, Incompatible, PeerLost, RemoteProtocolError
@@ -81,6 +82,15 @@ class PeerState(enum.Enum):
     CONNECTED = "connected"
 
 
+class Fenced(enum.Enum):
+    """What the transport was opened anew against."""
+
+    SILENT_WRITER = "silent_writer"
+    """A prefill rank that may still have been writing did not say that it stopped."""
+    STUCK_OPERATION = "stuck_operation"
+    """The transport did not let go of an operation of ours."""
+
+
 class Kind(enum.Enum):
     COUNTER = "counter"
     HISTOGRAM = "histogram"
@@ -95,6 +105,8 @@ class Metric:
     alarm: str
     labels: dict[str, type[enum.Enum]] = field(default_factory=dict)
     buckets: tuple[float, ...] = ()
+    never: frozenset[enum.Enum] = frozenset()
+    """Label values that it cannot have."""
 
     @property
     def name(self) -> str:
@@ -108,7 +120,16 @@ class Metric:
     def key(self, *values: enum.Enum) -> str:
         """Metric and label values as one plain string."""
         assert [type(value) for value in values] == list(self.labels.values()), f"labels of {self.suffix}"
+        assert self.never.isdisjoint(values), f"labels of {self.suffix}"
         return "|".join([self.suffix, *(label_value(value) for value in values)])
+
+    def label_values(self) -> dict[str, list[enum.Enum]]:
+        """The values that each label can have."""
+        return {name: [value for value in kind if value not in self.never] for name, kind in self.labels.items()}
+
+    def all_keys(self) -> list[str]:
+        """Of every series that there can ever be."""
+        return [self.key(*values) for values in itertools.product(*self.label_values().values())]
 
 
 def label_value(value: enum.Enum) -> str:
@@ -168,7 +189,7 @@ TRANSFERS = Metric(
 UNDELIVERED = Metric(
     "transfers_undelivered", Kind.COUNTER, "Those that did not deliver, by class of reason.",
     "peer_lost, silence, not_moved, mismatch, cut_off: any. nobody_came: see num_kv_expired_reqs.",
-    labels={"end": End, "outcome": Outcome, "reason": Why},
+    labels={"end": End, "outcome": Outcome, "reason": Why}, never=frozenset({Outcome.DELIVERED}),
 )  # fmt: skip
 REFUSED = Metric(
     "registrations_refused", Kind.COUNTER, "Registrations that P answered with no, by class of reason.",
@@ -178,6 +199,11 @@ REFUSED = Metric(
 DROPPED = Metric(
     "messages_dropped", Kind.COUNTER, "Messages that were malformed or not allowed.",
     "Any: another release of kvbaton, or somebody who has no business here.", labels={"channel": Channel},
+)  # fmt: skip
+FENCES = Metric(
+    "fences", Kind.COUNTER,
+    "Times that a rank opened its transport anew, so that nothing begun before can reach its memory. All in flight fails.",
+    "Any steady rate: engines that hang, or a network that loses them. The log says whom.", labels={"reason": Fenced},
 )  # fmt: skip
 PINNED = Metric(
     "pinned_blocks", Kind.GAUGE,
@@ -203,5 +229,5 @@ PEERS = Metric(
 
 METRICS = (
     XFER_TIME, POST_TIME, BYTES, DESCRIPTORS, SEGMENTS, OVERLAP, FAILED_TRANSFERS, FAILED_NOTIFICATIONS, FAILED_HANDSHAKES,
-    EXPIRED, TRANSFERS, UNDELIVERED, REFUSED, DROPPED, PINNED, WAITING, OLDEST, PEERS,
+    EXPIRED, TRANSFERS, UNDELIVERED, REFUSED, DROPPED, FENCES, PINNED, WAITING, OLDEST, PEERS,
 )  # fmt: skip
