@@ -242,7 +242,7 @@ class DestinationEnd:
         else:
             reason = f"the prefill side ended the transfer: {message.outcome.value}"
             reason = f"{reason} ({message.reason})" if message.reason else reason
-            self._feed(leg, Input.FAIL, now_s, reason, why=Why.PEER_ENDED)
+            self._feed(leg, Input.FAIL, now_s, reason, why=Why.told(message.outcome), told=message.outcome)
 
     def arrived(self, sender: AgentName, notification: Notification, now_s: float) -> None:
         """A notification came through the transport. Raises RemoteProtocolError when its sender has no business with it."""
@@ -290,14 +290,15 @@ class DestinationEnd:
         if leg.direction is not Direction.PULL or leg.rendezvous.state is not State.OPEN:
             return
         opened, hello = leg.reception.opened, offer.hello
+        is_asked = (hello.engine_id, hello.rank) == (opened.ticket.engine_id, leg.rank)
+        if is_asked and offer.num_tokens != opened.num_tokens:
+            reason = f"the prompt has {opened.num_tokens} tokens here and {offer.num_tokens} at the prefill side"
+            self._feed(leg, Input.FAIL, now_s, reason, why=Why.MISMATCH)
+            return
         try:
-            if (hello.engine_id, hello.rank) != (opened.ticket.engine_id, leg.rank):
+            if not is_asked:
                 raise RemoteProtocolError(
                     f"engine {hello.engine_id} rank {hello.rank} answers for {opened.ticket.engine_id} rank {leg.rank}"
-                )
-            if offer.num_tokens != opened.num_tokens:
-                raise RemoteProtocolError(
-                    f"the prompt has {opened.num_tokens} tokens here and {offer.num_tokens} at the prefill side"
                 )
             peer = self._rank.peers.greet(hello, End.DESTINATION, now_s)
         except BatonError as error:
@@ -401,14 +402,23 @@ class DestinationEnd:
                 reason = f"the prefill side at {endpoint.host}:{endpoint.port} {what}: {why}"
                 self._feed(leg, Input.LOST, now_s, reason)
 
-    def _feed(self, leg: Leg, what: Input, now_s: float, reason: str = "", *, why: Why | None = None) -> None:
+    def _feed(
+        self,
+        leg: Leg,
+        what: Input,
+        now_s: float,
+        reason: str = "",
+        *,
+        why: Why | None = None,
+        told: Outcome | None = None,
+    ) -> None:
         rendezvous = leg.rendezvous
         if rendezvous.state is State.DRAINING and leg.move is not None and leg.num_in_flight:
             # Neither a clock nor a peer's end stops an operation of ours: it is over when its handle is (`settled`).
             if what in {Input.EXPIRE, Input.LOST}:
                 self._rank.give_up(leg.move, now_s)
             return
-        for effect in self._rank.journal.feed(leg, what, now_s, reason, why=why):
+        for effect in self._rank.journal.feed(leg, what, now_s, reason, why=why, told=told):
             match effect:
                 case Effect.STOP_POSTING:
                     self._stop(leg, now_s)

@@ -27,7 +27,7 @@ class Why(enum.Enum):
     PEER_GAVE_UP = "peer_gave_up"
     """The other end does not want it any more, or cannot hold it any longer."""
     PEER_ENDED = "peer_ended"
-    """The other end said that the transfer failed there."""
+    """The other end said that the transfer failed or expired there."""
     PEER_LOST = "peer_lost"
     """The other end's process is gone, or cannot be reached."""
     SILENCE = "silence"
@@ -59,6 +59,11 @@ class Why(enum.Enum):
         if isinstance(error, PeerLost):
             return Why.PEER_LOST
         return Why.MISMATCH if isinstance(error, Incompatible | RemoteProtocolError) else Why.NOT_MOVED
+
+    @staticmethod
+    def told(outcome: Outcome) -> Why:
+        """The class of a reason that is the peer's."""
+        return Why.PEER_GAVE_UP if outcome is Outcome.CANCELLED else Why.PEER_ENDED
 
 
 class Way(enum.Enum):

@@ -186,6 +186,7 @@ class Serving:
         reason: str = "",
         *,
         why: Why | None = None,
+        told: Outcome | None = None,
     ) -> None:
         rendezvous = reader.rendezvous
         if rendezvous.state is State.DRAINING and reader.move is not None and reader.num_in_flight:
@@ -193,7 +194,7 @@ class Serving:
             if what is Input.EXPIRE:
                 self._rank.give_up(reader.move, now_s)
             return
-        for effect in self._rank.journal.feed(reader, what, now_s, reason, why=why):
+        for effect in self._rank.journal.feed(reader, what, now_s, reason, why=why, told=told):
             match effect:
                 case Effect.STOP_POSTING:
                     self._stop(transfer, reader, now_s)

@@ -347,7 +347,8 @@ class SourceEnd:
             self._rank.carried(End.SOURCE, reader.peer, now_s)
             self._serving.feed(transfer, reader, Input.COMPLETE, now_s)
         else:
-            self._serving.feed(transfer, reader, Input.FAIL, now_s, message.reason, why=Why.PEER_ENDED)
+            why = Why.told(message.outcome)
+            self._serving.feed(transfer, reader, Input.FAIL, now_s, message.reason, why=why, told=message.outcome)
 
     def _connected(self, caller: Caller, now_s: float) -> None:
         for transfer in self._transfers.values():
@@ -418,7 +419,14 @@ class SourceEnd:
         del self._transfers[transfer.transfer_id]
         self._remembered.add(transfer.transfer_id, outcome, reason, now_s)
         self._rank.journal.tally.wait_ends(End.SOURCE, transfer.transfer_id)
-        self._rank.journal.ended(End.SOURCE, transfer.transfer_id, outcome, direction=transfer.direction, reason=reason)
+        self._rank.journal.ended(
+            End.SOURCE,
+            transfer.transfer_id,
+            outcome,
+            direction=transfer.direction,
+            reason=reason,
+            is_held=transfer.is_held,
+        )
         if transfer.is_held and transfer.request_id is not None:
             self._rank.results.sent(transfer.request_id)
 
