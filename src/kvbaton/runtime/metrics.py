@@ -183,8 +183,7 @@ FAILED_HANDSHAKES = Metric(
 )  # fmt: skip
 EXPIRED = Metric(
     "num_kv_expired_reqs", Kind.COUNTER, "Prefill requests whose blocks were held until the lease ended. Counted by P.",
-    "Any steady rate: requests are prefilled that nobody decodes. Too few decode engines, or a router that drops legs. "
-    "(A router's first probe of a prefill engine counts as one.)",
+    "Any steady rate: requests are prefilled that nobody decodes. Too few decode engines, or a router that drops legs.",
 )  # fmt: skip
 TRANSFERS = Metric(
     "transfers", Kind.COUNTER, "Transfers that are over, one per request and rank, at the end that counts them.",
