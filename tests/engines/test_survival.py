@@ -42,7 +42,7 @@ def leave_after(url: str, prompt: Prompt, seconds: float) -> None:
 @pytest.mark.parametrize("direction", list(Direction))
 def test_clients_that_leave_free_both_sides(pair: Pair, expected: dict[Prompt, Answer], direction: Direction) -> None:
     """At any moment: while P computes, between the legs, while D decodes. Without waiting for a lease (30 s)."""
-    wait_until_empty(pair, timeout_s=40)  # a router's warm-up is held until its lease ends
+    wait_until_empty(pair, timeout_s=40)
     leavers = [
         threading.Thread(target=leave_after, args=(pair.url(direction), (salt, *LONG), seconds))
         for salt, seconds in enumerate((0.05, 0.3, 1.0, 2.5, 4.0), start=3)

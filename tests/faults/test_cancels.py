@@ -21,7 +21,7 @@ NUM_CLIENTS = 32
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_storm_of_cancels_leaves_nothing(pair: Pair, right: Expected, seed: int, direction: Direction) -> None:
-    wait_until_empty(pair, timeout_s=60)  # a router's warm-up is held until its lease ends
+    wait_until_empty(pair, timeout_s=60)
     rng = random.Random(seed)
     cases = [(rng.choice(CROWDED), 10 ** rng.uniform(-3, 1), rng.choice([None, 1, 5, 40])) for _ in range(NUM_CLIENTS)]
 

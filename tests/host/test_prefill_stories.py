@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
+from kvbaton.router.legs import PrefillAnswer, read_prefill_answer
 from kvbaton.runtime.events import SourceAdvanced, SourceFinished, SourceOpened
 from kvbaton.types import RequestId, TransferId
 from tests.host.rig import BLOCK_SIZE, CHUNK_TOKENS, STOP_TOKEN, Engine, of_type
@@ -40,6 +43,32 @@ def test_a_prompt_of_any_length_is_handed_off(num_tokens: int, is_async: bool) -
     assert (answer["transfer_id"], answer["remote_num_tokens"]) == ("t", num_tokens)
     assert answer["remote_block_ids"] == [list(blocks[0])]
     assert engine.commands[2:] == [finished(is_held=True, is_aborted=False)]
+    engine.check_empty()
+
+
+@MODES
+def test_who_only_asks_for_the_identity_is_answered_and_nothing_is_held(is_async: bool) -> None:
+    engine = Engine(is_async=is_async)
+    engine.add("p", 1, PREFILL | {"identity_only": True})
+    engine.run()
+    assert engine.finish_reason("p") == LENGTH
+    answer = engine.answer("p")
+    seen = read_prefill_answer(json.dumps({"kv_transfer_params": answer}).encode())
+    assert isinstance(seen, PrefillAnswer)
+    assert answer is not None
+    assert not answer["do_remote_prefill"]
+    assert engine.commands == []
+    engine.check_empty()
+
+
+@MODES
+def test_who_leaves_before_the_identity_is_answered_leaves_nothing(is_async: bool) -> None:
+    engine = Engine(is_async=is_async)
+    engine.add("p", 2 * CHUNK_TOKENS, PREFILL | {"identity_only": True})
+    engine.schedule()
+    engine.abort("p")
+    engine.run()
+    assert engine.commands == []
     engine.check_empty()
 
 

@@ -15,7 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvbaton.connector import BatonConnector, plugin
 
 OURS = [
-    name for name, member in vars(BatonConnector).items() if inspect.isfunction(member) and not name.startswith("_")
+    name
+    for name, member in vars(BatonConnector).items()
+    if (inspect.isfunction(member) or isinstance(member, classmethod)) and not name.startswith("_")
 ]
 
 

@@ -111,7 +111,7 @@ def test_the_class_of_the_first_reason_is_counted_once_per_transfer() -> None:
     journal.feed(first, Input.FAIL, 11.0, "the transport ...", why=Why.NOT_MOVED)
     journal.feed(second, Input.CANCEL, 11.0, "taken along")
     journal.ended(End.SOURCE, TransferId("t"), Outcome.FAILED, direction=Direction.PULL, reason="the transport ...")
-    journal.ended(End.SOURCE, TransferId("u"), Outcome.EXPIRED, direction=None, reason="nobody came")
+    journal.ended(End.SOURCE, TransferId("u"), Outcome.EXPIRED, direction=None, reason="nobody came", is_held=True)
     taken = journal.tally.take(0.0)
     assert taken is not None
     assert taken.counted == {

@@ -7,13 +7,15 @@ import threading
 import pytest
 
 from kvbaton.errors import Incompatible, PeerLost, PostFailed, RemoteProtocolError
-from kvbaton.runtime.metrics import DROPPED, METRICS, OVERLAP, XFER_TIME, Channel, Kind, PeerState, Why
+from kvbaton.runtime.metrics import DROPPED, METRICS, OVERLAP, XFER_TIME, Channel, Kind, Why
 from kvbaton.runtime.tally import Tally
 from kvbaton.types import End
 
 NOTHING_WAITS = {
-    "peers|connecting": 0.0,
-    "peers|connected": 0.0,
+    "peers|prefill|connecting": 0.0,
+    "peers|prefill|connected": 0.0,
+    "peers|decode|connecting": 0.0,
+    "peers|decode|connected": 0.0,
     "pinned_blocks|prefill": 0.0,
     "waiting_transfers|prefill": 0.0,
     "oldest_wait_seconds|prefill": 0.0,
@@ -44,11 +46,10 @@ def test_gauges_are_told_when_they_change_and_ages_every_second() -> None:
     tally.wait_begins(End.SOURCE, "a", 0, 1.0)
     tally.wait_begins(End.SOURCE, "b", 5, 1.5)
     tally.wait_begins(End.SOURCE, "a", 10, 1.6)  # known
-    tally.peers_are({PeerState.CONNECTED: 2, PeerState.CONNECTING: 0})
+    tally.wait_begins(End.SOURCE, "before the engine's own request", None, 0.5)
     first = tally.take(2.0)
     assert first is not None
     assert first.gauges == NOTHING_WAITS | {
-        "peers|connected": 2.0,
         "pinned_blocks|prefill": 15.0,
         "waiting_transfers|prefill": 2.0,
         "oldest_wait_seconds|prefill": 1.0,
@@ -65,8 +66,38 @@ def test_gauges_are_told_when_they_change_and_ages_every_second() -> None:
     tally.wait_ends(End.SOURCE, "b")
     over = tally.take(3.0)
     assert over is not None
-    assert over.gauges == NOTHING_WAITS | {"peers|connected": 2.0}
+    assert over.gauges == NOTHING_WAITS
+    tally.wait_ends(End.SOURCE, "before the engine's own request")
+    assert tally.take(3.0) is not None
     assert tally.take(99.0) is None
+
+
+def test_peers_are_those_with_open_transfers_and_connected_once_something_came() -> None:
+    tally = Tally()
+
+    def peers() -> dict[str, float] | None:
+        taken = tally.take(0.0)
+        if taken is None:
+            return None
+        return {key: value for key, value in taken.gauges.items() if key.startswith("peers") and value}
+
+    assert peers() == {}
+    tally.peer_opens(End.SOURCE, "D/0", is_connected=False)
+    tally.peer_opens(End.SOURCE, "D/1", is_connected=True)
+    tally.peer_opens(End.DESTINATION, "D/0", is_connected=False)
+    assert peers() == {"peers|prefill|connecting": 1, "peers|prefill|connected": 1, "peers|decode|connecting": 1}
+    tally.peer_opens(End.SOURCE, "D/0", is_connected=False)
+    assert peers() is None
+    tally.peer_connects(End.SOURCE, "D/0")
+    tally.peer_connects(End.SOURCE, "nobody")
+    assert peers() == {"peers|prefill|connected": 2, "peers|decode|connecting": 1}
+    tally.peer_closes(End.SOURCE, "D/0")
+    tally.peer_connects(End.SOURCE, "D/0")
+    assert peers() is None
+    tally.peer_closes(End.SOURCE, "D/0")
+    tally.peer_closes(End.SOURCE, "D/1")
+    tally.peer_closes(End.DESTINATION, "D/0")
+    assert peers() == {}
 
 
 def test_a_long_wait_is_named_after_five_seconds_after_thirty_and_each_time_that_doubles() -> None:

@@ -276,6 +276,7 @@ class Engine:
         assert self.num_transfers == 0, f"{self.name} has transfers left"
         assert not self.rank.mover.is_busy, f"{self.name} has handles left"
         assert not any(self.rank.journal.tally._waits.values()), f"{self.name} still says that something waits"
+        assert not any(self.rank.journal.tally._peers.values()), f"{self.name} still counts peers"
         assert not self.rank.journal._why, f"{self.name} remembers reasons of transfers that are over"
         if isinstance(self.rank.transport, LoopbackTransport):
             assert not self.transport.posted

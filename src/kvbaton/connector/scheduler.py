@@ -19,7 +19,14 @@ from kvbaton.connector.pins import Block, BlockPool, WindowPins
 from kvbaton.connector.settings import ConnectorSettings
 from kvbaton.connector.sharing import SharedTickets
 from kvbaton.errors import InvalidParams
-from kvbaton.protocol.params import DecodeTicket, PrefillIdentity, PrefillTicket, parse_params, prefill_answer
+from kvbaton.protocol.params import (
+    DecodeTicket,
+    PrefillIdentity,
+    PrefillTicket,
+    identity_answer,
+    parse_params,
+    prefill_answer,
+)
 from kvbaton.runtime.events import (
     BlockLists,
     DestinationCancelled,
@@ -73,7 +80,12 @@ class RejectedRequest:
     stage: Stage = Stage.NEW
 
 
-Tracked = PrefillRequest | DecodeRequest | RejectedRequest
+@dataclass
+class IdentityRequest:
+    """It hands nothing off: its answer says who this engine is."""
+
+
+Tracked = PrefillRequest | DecodeRequest | RejectedRequest | IdentityRequest
 
 Role: TypeAlias = Literal["kv_both", "kv_producer", "kv_consumer"]
 
@@ -119,7 +131,9 @@ class SchedulerSide:
             logger.warning("Request %s: %s", request_id, error)
             self._requests[request_id] = RejectedRequest(str(error), bool(params.get("do_remote_prefill")))
             return
-        if isinstance(ticket, PrefillTicket):
+        if isinstance(ticket, PrefillTicket) and ticket.is_identity_only:
+            self._requests[request_id] = IdentityRequest()
+        elif isinstance(ticket, PrefillTicket):
             self._requests[request_id] = PrefillRequest(ticket, request.num_prompt_tokens, _num_handed_tokens(request))
             self._handover.before_forward.append(SourceOpened(ticket.transfer_id, request_id))
             self._prefill_trace.emit("queued", ticket.transfer_id, request_id=request_id)
@@ -249,6 +263,8 @@ class SchedulerSide:
         tracked = self._requests.pop(request_id, None)
         if isinstance(tracked, RejectedRequest) and not tracked.is_decode:
             return False, {"error": tracked.reason}
+        if isinstance(tracked, IdentityRequest):
+            return False, None if is_aborted else identity_answer(self._identity)
         if isinstance(tracked, DecodeRequest):
             self._decode_finished(tracked, request_id)
         if not isinstance(tracked, PrefillRequest):

@@ -127,6 +127,7 @@ _TROUBLES = {
     "Num KV expired reqs": metrics.EXPIRED,
     "Num refused registrations": metrics.REFUSED,
     "Num dropped messages": metrics.DROPPED,
+    "Num transports opened anew": metrics.FENCES,
 }
 
 
@@ -150,10 +151,17 @@ class BatonPromMetrics(KVConnectorPromMetrics):
             metric.suffix: _create(metric, metric_types, [*labelnames, *_own_labels(metric)]) for metric in METRICS
         }
         self._series: dict[tuple[int, str, str], Any] = {}
+        parallel = vllm_config.parallel_config
+        num_ranks = parallel.pipeline_parallel_size * parallel.tensor_parallel_size
+        for engine in per_engine_labelvalues:
+            self._create_series(engine, num_ranks)
+
+    def _create_series(self, engine: int, num_ranks: int) -> None:
+        """All that there can be, at 0: of one that appears with its first event, a rate misses that event."""
         for metric in METRICS:
-            if not _own_labels(metric):  # so that it is there, at 0, before anything happens
-                for engine in per_engine_labelvalues:
-                    self._one(engine, metric.suffix)
+            for rank in [str(number) for number in range(num_ranks)] if metric.kind is Kind.GAUGE else [""]:
+                for key in metric.all_keys():
+                    self._one(engine, key, rank)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, values in transfer_stats_data["observed"].items():
@@ -167,7 +175,7 @@ class BatonPromMetrics(KVConnectorPromMetrics):
                 self._one(engine_idx, key, rank).set(value)
 
     def _one(self, engine: int, key: str, rank: str = "") -> Any:
-        """The series of this key, made when it is first wanted: most classes of reasons never occur."""
+        """The series of this key."""
         known = self._series.get((engine, key, rank))
         if known is None:
             suffix, *values = key.split("|")

@@ -28,6 +28,7 @@ class _Wire(msgspec.Struct, frozen=True):
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
+    identity_only: bool = False
     transfer_id: Text | None = None
     remote_engine_id: Text | None = None
     remote_request_id: Text | None = None
@@ -44,6 +45,8 @@ class PrefillTicket(msgspec.Struct, frozen=True):
     """This engine computes the prompt and hands its KV off."""
 
     transfer_id: TransferId
+    is_identity_only: bool = False
+    """Nobody is going to fetch it: the request is to learn who this engine is, and that it works."""
 
 
 class DecodeTicket(msgspec.Struct, frozen=True):
@@ -71,8 +74,11 @@ def parse_params(params: Mapping[str, object], request_id: RequestId) -> Prefill
         raise InvalidParams(f"kv_transfer_params: {error}") from None
     if wire.do_remote_decode and wire.do_remote_prefill:
         raise InvalidParams("kv_transfer_params: do_remote_decode and do_remote_prefill are both true; set one of them")
+    if wire.identity_only and not wire.do_remote_decode:
+        raise InvalidParams("kv_transfer_params: identity_only is of a prefill request; set do_remote_decode too")
     if wire.do_remote_decode:
-        return PrefillTicket(TransferId(_sendable(wire.transfer_id or _without_suffix(request_id))))
+        transfer_id = TransferId(_sendable(wire.transfer_id or _without_suffix(request_id)))
+        return PrefillTicket(transfer_id, wire.identity_only)
     if wire.do_remote_prefill:
         return _decode_ticket(wire, request_id)
     return None
@@ -137,6 +143,19 @@ class PrefillIdentity(msgspec.Struct, frozen=True, kw_only=True):
     pp_size: int
 
 
+def identity_answer(identity: PrefillIdentity) -> dict[str, object]:
+    """P's answer to who only asks for that: there is nothing to fetch."""
+    return {
+        "do_remote_prefill": False,
+        "do_remote_decode": False,
+        "remote_engine_id": identity.engine_id,
+        "remote_host": identity.host,
+        "remote_port": identity.port,
+        "tp_size": identity.tp_size,
+        "pp_size": identity.pp_size,
+    }
+
+
 def prefill_answer(
     ticket: PrefillTicket,
     identity: PrefillIdentity,
@@ -145,15 +164,9 @@ def prefill_answer(
     num_tokens: int,
 ) -> dict[str, object]:
     """P's answer: what the router passes to D, whole for a pull, without the block ids for a push."""
-    return {
+    return identity_answer(identity) | {
         "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": identity.engine_id,
         "remote_request_id": request_id,
-        "remote_host": identity.host,
-        "remote_port": identity.port,
-        "tp_size": identity.tp_size,
-        "pp_size": identity.pp_size,
         "remote_block_ids": [list(group) for group in blocks],
         "remote_num_tokens": num_tokens,
         "transfer_mode": "push",

@@ -129,11 +129,15 @@ class Rendezvous:
         self._is_peers_to_drain = False
         self.deadline_s = now_s + deadlines.of(State.OPEN)
 
-    def handle(self, what: Input, now_s: float, reason: str = "") -> tuple[Effect, ...]:
-        """The effects to carry out, in order, now that `what` has happened."""
+    def handle(self, what: Input, now_s: float, reason: str = "", *, told: Outcome | None = None) -> tuple[Effect, ...]:
+        """The effects to carry out, in order, now that `what` has happened.
+
+        `told` is what the peer said became of the transfer: if `what` decides that now, it is so at our end too. That it
+        was delivered, it cannot say in our place.
+        """
         next_state, outcome, effects = TRANSITIONS[self.state, what]
         if outcome is not None:
-            self.outcome = outcome
+            self.outcome = outcome if told is None or told is Outcome.DELIVERED else told
             self.reason = reason or what.value
         if next_state is not None:
             self._is_peers_to_drain = self.state is State.OFFERED

@@ -117,8 +117,8 @@ def push_params(identity: Identity, ticket: Ticket) -> msgspec.Raw:
 def warm_up_body(model: str, ticket: Ticket) -> bytes:
     """The smallest prefill there is; its answer tells P's identity.
 
-    P holds the one block until its lease ends, as nobody will fetch it. That is one block per (re)start of a P;
-    ending it at once needs a release message from router to connector.
+    Our connector holds nothing for it. An in-tree one does not know `identity_only`, and keeps the one block until its
+    lease ends, once per (re)start of a P.
     """
     fields = {
         "model": model,
@@ -126,7 +126,7 @@ def warm_up_body(model: str, ticket: Ticket) -> bytes:
         "max_tokens": 1,
         "ignore_eos": True,
         "stream": False,
-        "kv_transfer_params": _prefill_params(ticket),
+        "kv_transfer_params": _prefill_params(ticket, identity_only=True),
     }
     return msgspec.json.encode(fields)
 
@@ -165,8 +165,8 @@ def read_prefill_answer(body: bytes) -> PrefillAnswer | str:
     return PrefillAnswer(params=raw.copy(), identity=identity)
 
 
-def _prefill_params(ticket: Ticket) -> msgspec.Raw:
-    fields = {
+def _prefill_params(ticket: Ticket, *, identity_only: bool = False) -> msgspec.Raw:
+    fields: dict[str, object] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
         "transfer_id": ticket.transfer_id,
@@ -175,6 +175,8 @@ def _prefill_params(ticket: Ticket) -> msgspec.Raw:
         "remote_host": None,
         "remote_port": None,
     }
+    if identity_only:
+        fields["identity_only"] = True
     return msgspec.Raw(msgspec.json.encode(fields))
 
 

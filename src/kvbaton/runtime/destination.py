@@ -34,7 +34,7 @@ from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
 from kvbaton.runtime.destination_transfer import Leg, Reception
 from kvbaton.runtime.events import DestinationCancelled, DestinationOpened
 from kvbaton.runtime.lines import Lines
-from kvbaton.runtime.metrics import Why
+from kvbaton.runtime.metrics import Fenced, Why
 from kvbaton.runtime.mover import Move, Settled
 from kvbaton.runtime.peers import CONNECT_TIMEOUT_S, is_agent_of
 from kvbaton.runtime.rank import Rank
@@ -111,6 +111,10 @@ class DestinationEnd:
             num_blocks=sum(len(group) for group in command.blocks),
             num_tokens=command.num_tokens - command.first_token,
         )
+        for leg in reception.legs:
+            line = self._lines.use(leg.endpoint, now_s)
+            is_connected = line.greeted_us_as == leg.incarnation
+            self._rank.journal.tally.peer_opens(End.DESTINATION, leg.peer_name, is_connected=is_connected)
         for leg in reception.open_legs():  # the first that fails at once takes the others along
             failure = self._register(leg, now_s)
             if failure is not None:
@@ -136,6 +140,8 @@ class DestinationEnd:
             hello=self._rank.hello if is_introducing or line.knows_us_as != leg.incarnation else None,
             number=leg.number,
         )
+        if is_introducing:
+            line.greeted_us_as = None  # it does not know us, and is going to greet us as a stranger
         line.knows_us_as = leg.incarnation
         return self._lines.say(leg.endpoint, register)
 
@@ -241,7 +247,7 @@ class DestinationEnd:
             leg.is_ended_by_peer = True
             reason = f"the prefill side ended the transfer: {message.outcome.value}"
             reason = f"{reason} ({message.reason})" if message.reason else reason
-            self._feed(leg, Input.FAIL, now_s, reason, why=Why.PEER_ENDED)
+            self._feed(leg, Input.FAIL, now_s, reason, why=Why.told(message.outcome), told=message.outcome)
 
     def arrived(self, sender: AgentName, notification: Notification, now_s: float) -> None:
         """A notification came through the transport. Raises RemoteProtocolError when its sender has no business with it."""
@@ -260,6 +266,7 @@ class DestinationEnd:
             End.DESTINATION, "segment_arrived", leg.transfer_id, segment=notification.segment, peer=leg.peer_name
         )
         leg.is_expecting = False
+        self._rank.journal.tally.peer_connects(End.DESTINATION, leg.peer_name)
         leg.rendezvous.heard(now_s)
         if leg.receipt.is_complete:
             self._feed(leg, Input.COMPLETE, now_s)
@@ -276,6 +283,7 @@ class DestinationEnd:
             is_its = is_agent_of(sender, leg.reception.opened.ticket.engine_id, leg.rank)
             if is_its and line is not None and line.greeted_us_as != leg.incarnation:
                 line.greeted_us_as = leg.incarnation
+                self._rank.journal.tally.peer_connects(End.DESTINATION, leg.peer_name)
                 self._lines.say(leg.endpoint, Connected())
 
     def _all_legs(self) -> Iterator[Leg]:
@@ -287,14 +295,15 @@ class DestinationEnd:
         if leg.direction is not Direction.PULL or leg.rendezvous.state is not State.OPEN:
             return
         opened, hello = leg.reception.opened, offer.hello
+        is_asked = (hello.engine_id, hello.rank) == (opened.ticket.engine_id, leg.rank)
+        if is_asked and offer.num_tokens != opened.num_tokens:
+            reason = f"the prompt has {opened.num_tokens} tokens here and {offer.num_tokens} at the prefill side"
+            self._feed(leg, Input.FAIL, now_s, reason, why=Why.MISMATCH)
+            return
         try:
-            if (hello.engine_id, hello.rank) != (opened.ticket.engine_id, leg.rank):
+            if not is_asked:
                 raise RemoteProtocolError(
                     f"engine {hello.engine_id} rank {hello.rank} answers for {opened.ticket.engine_id} rank {leg.rank}"
-                )
-            if offer.num_tokens != opened.num_tokens:
-                raise RemoteProtocolError(
-                    f"the prompt has {opened.num_tokens} tokens here and {offer.num_tokens} at the prefill side"
                 )
             peer = self._rank.peers.greet(hello, End.DESTINATION, now_s)
         except BatonError as error:
@@ -334,7 +343,7 @@ class DestinationEnd:
             if settled.failure is not None:
                 self._feed(leg, Input.FAIL, now_s, settled.failure, why=Why.NOT_MOVED)
             else:
-                settled.move.peer.connecting_until_s = now_s
+                self._rank.carried(End.DESTINATION, settled.move.peer, now_s)
                 leg.rendezvous.moved(now_s)
                 self._pump(leg, settled.move, now_s)
             if leg.rendezvous.state is State.DRAINING and leg.num_in_flight == 0:
@@ -398,14 +407,23 @@ class DestinationEnd:
                 reason = f"the prefill side at {endpoint.host}:{endpoint.port} {what}: {why}"
                 self._feed(leg, Input.LOST, now_s, reason)
 
-    def _feed(self, leg: Leg, what: Input, now_s: float, reason: str = "", *, why: Why | None = None) -> None:
+    def _feed(
+        self,
+        leg: Leg,
+        what: Input,
+        now_s: float,
+        reason: str = "",
+        *,
+        why: Why | None = None,
+        told: Outcome | None = None,
+    ) -> None:
         rendezvous = leg.rendezvous
         if rendezvous.state is State.DRAINING and leg.move is not None and leg.num_in_flight:
             # Neither a clock nor a peer's end stops an operation of ours: it is over when its handle is (`settled`).
             if what in {Input.EXPIRE, Input.LOST}:
                 self._rank.give_up(leg.move, now_s)
             return
-        for effect in self._rank.journal.feed(leg, what, now_s, reason, why=why):
+        for effect in self._rank.journal.feed(leg, what, now_s, reason, why=why, told=told):
             match effect:
                 case Effect.STOP_POSTING:
                     self._stop(leg, now_s)
@@ -452,11 +470,12 @@ class DestinationEnd:
                 "that nothing it may have begun can land; transfers in flight here fail and are computed again.",
                 leg.endpoint.address, leg.transfer_id,
             )  # fmt: skip
-            self._rank.fence()
+            self._rank.fence(Fenced.SILENT_WRITER)
 
     def _closed(self, leg: Leg, now_s: float) -> None:
         """A leg came to its end; one that did not deliver takes its siblings along."""
         reception, rendezvous = leg.reception, leg.rendezvous
+        self._rank.journal.tally.peer_closes(End.DESTINATION, leg.peer_name)
         self._legs[leg.transfer_id].remove(leg)
         if not self._legs[leg.transfer_id]:
             del self._legs[leg.transfer_id]

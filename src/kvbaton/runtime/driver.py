@@ -125,7 +125,6 @@ class Driver:
         self._source.tick(now_s)
         self._destination.tick(now_s)
         self._rank.peers.forget_idle(now_s)
-        self._rank.journal.tally.peers_are(self._rank.peers.count(now_s))
         self._turned_s = now_s
 
     def _obey(self, command: Command, now_s: float) -> None:

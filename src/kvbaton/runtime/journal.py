@@ -70,12 +70,21 @@ class Journal:
         self._why: dict[tuple[End, TransferId], Why] = {}
 
     def feed(
-        self, party: Party, what: Input, now_s: float, reason: str = "", *, why: Why | None = None
+        self,
+        party: Party,
+        what: Input,
+        now_s: float,
+        reason: str = "",
+        *,
+        why: Why | None = None,
+        told: Outcome | None = None,
     ) -> tuple[Effect, ...]:
-        """The effects of `what`; the transition, if it is one, is told. `why` is the class of `reason`."""
+        """The effects of `what`; the transition, if it is one, is told. `why` is the class of `reason`, `told` the
+        outcome that the peer told of.
+        """
         rendezvous = party.rendezvous
         before, since_s, was_decided = rendezvous.state, rendezvous.since_s, rendezvous.outcome is not None
-        effects = rendezvous.handle(what, now_s, reason)
+        effects = rendezvous.handle(what, now_s, reason, told=told)
         if rendezvous.state is before:
             return effects
         outcome = None if was_decided else rendezvous.outcome
@@ -108,13 +117,14 @@ class Journal:
         direction: Direction | None,
         reason: str,
         num_bytes: int | None = None,
+        is_held: bool = False,
     ) -> None:
-        """All of a request's legs at this end are over."""
+        """All of a request's legs at this end are over. `is_held`: it still held blocks that were to be fetched."""
         why = self._why.pop((end, transfer_id), Why.OTHER)
         self.tally.count(TRANSFERS, end, Way.UNKNOWN if direction is None else Way(direction.value), outcome)
         if outcome is not Outcome.DELIVERED:
             self.tally.count(UNDELIVERED, end, outcome, why)
-        if outcome is Outcome.EXPIRED and end is End.SOURCE:
+        if outcome is Outcome.EXPIRED and is_held and why is not Why.PEER_ENDED:
             self.tally.count(EXPIRED)
         fields: dict[str, TraceField] = {} if num_bytes is None else {"num_bytes": num_bytes}
         self._traces[end].emit("closed", transfer_id, outcome=outcome.value, reason=reason, **fields)

@@ -7,6 +7,7 @@ only another stem. Invariant: a label's values come from an enumeration. docs/me
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass, field
 
 from kvbaton.errors import BatonError, Incompatible, PeerLost, RemoteProtocolError
@@ -26,7 +27,7 @@ class Why(enum.Enum):
     PEER_GAVE_UP = "peer_gave_up"
     """The other end does not want it any more, or cannot hold it any longer."""
     PEER_ENDED = "peer_ended"
-    """The other end said that the transfer failed there."""
+    """The other end said that the transfer failed or expired there."""
     PEER_LOST = "peer_lost"
     """The other end's process is gone, or cannot be reached."""
     SILENCE = "silence"
@@ -59,6 +60,11 @@ class Why(enum.Enum):
             return Why.PEER_LOST
         return Why.MISMATCH if isinstance(error, Incompatible | RemoteProtocolError) else Why.NOT_MOVED
 
+    @staticmethod
+    def told(outcome: Outcome) -> Why:
+        """The class of a reason that is the peer's."""
+        return Why.PEER_GAVE_UP if outcome is Outcome.CANCELLED else Why.PEER_ENDED
+
 
 class Way(enum.Enum):
     """The direction of a transfer, where it is known: nobody may ever have asked for its KV."""
@@ -77,7 +83,17 @@ class Channel(enum.Enum):
 
 class PeerState(enum.Enum):
     CONNECTING = "connecting"
+    """Nothing has come over the link yet."""
     CONNECTED = "connected"
+
+
+class Fenced(enum.Enum):
+    """What the transport was opened anew against."""
+
+    SILENT_WRITER = "silent_writer"
+    """A prefill rank that may still have been writing did not say that it stopped."""
+    STUCK_OPERATION = "stuck_operation"
+    """The transport did not let go of an operation of ours."""
 
 
 class Kind(enum.Enum):
@@ -94,6 +110,8 @@ class Metric:
     alarm: str
     labels: dict[str, type[enum.Enum]] = field(default_factory=dict)
     buckets: tuple[float, ...] = ()
+    never: frozenset[enum.Enum] = frozenset()
+    """Label values that it cannot have."""
 
     @property
     def name(self) -> str:
@@ -107,7 +125,16 @@ class Metric:
     def key(self, *values: enum.Enum) -> str:
         """Metric and label values as one plain string."""
         assert [type(value) for value in values] == list(self.labels.values()), f"labels of {self.suffix}"
+        assert self.never.isdisjoint(values), f"labels of {self.suffix}"
         return "|".join([self.suffix, *(label_value(value) for value in values)])
+
+    def label_values(self) -> dict[str, list[enum.Enum]]:
+        """The values that each label can have."""
+        return {name: [value for value in kind if value not in self.never] for name, kind in self.labels.items()}
+
+    def all_keys(self) -> list[str]:
+        """Of every series that there can ever be."""
+        return [self.key(*values) for values in itertools.product(*self.label_values().values())]
 
 
 def label_value(value: enum.Enum) -> str:
@@ -156,8 +183,7 @@ FAILED_HANDSHAKES = Metric(
 )  # fmt: skip
 EXPIRED = Metric(
     "num_kv_expired_reqs", Kind.COUNTER, "Prefill requests whose blocks were held until the lease ended. Counted by P.",
-    "Any steady rate: requests are prefilled that nobody decodes. Too few decode engines, or a router that drops legs. "
-    "(A router's first probe of a prefill engine counts as one.)",
+    "Any steady rate: requests are prefilled that nobody decodes. Too few decode engines, or a router that drops legs.",
 )  # fmt: skip
 TRANSFERS = Metric(
     "transfers", Kind.COUNTER, "Transfers that are over, one per request and rank, at the end that counts them.",
@@ -167,7 +193,7 @@ TRANSFERS = Metric(
 UNDELIVERED = Metric(
     "transfers_undelivered", Kind.COUNTER, "Those that did not deliver, by class of reason.",
     "peer_lost, silence, not_moved, mismatch, cut_off: any. nobody_came: see num_kv_expired_reqs.",
-    labels={"end": End, "outcome": Outcome, "reason": Why},
+    labels={"end": End, "outcome": Outcome, "reason": Why}, never=frozenset({Outcome.DELIVERED}),
 )  # fmt: skip
 REFUSED = Metric(
     "registrations_refused", Kind.COUNTER, "Registrations that P answered with no, by class of reason.",
@@ -178,6 +204,11 @@ DROPPED = Metric(
     "messages_dropped", Kind.COUNTER, "Messages that were malformed or not allowed.",
     "Any: another release of kvbaton, or somebody who has no business here.", labels={"channel": Channel},
 )  # fmt: skip
+FENCES = Metric(
+    "fences", Kind.COUNTER,
+    "Times that a rank opened its transport anew, so that nothing begun before can reach its memory. All in flight fails.",
+    "Any steady rate: engines that hang, or a network that loses them. The log says whom.", labels={"reason": Fenced},
+)  # fmt: skip
 PINNED = Metric(
     "pinned_blocks", Kind.GAUGE,
     "Blocks held only for transfers: at P after the engine is done with the request, at D while their KV is awaited.",
@@ -185,7 +216,8 @@ PINNED = Metric(
     labels={"end": End},
 )  # fmt: skip
 WAITING = Metric(
-    "waiting_transfers", Kind.GAUGE, "Transfers that wait: at P for the decode side, at D for their KV.",
+    "waiting_transfers", Kind.GAUGE,
+    "Transfers that wait: at P for the decode side, once the prefill is over; at D for their KV.",
     "Growing without end.", labels={"end": End},
 )  # fmt: skip
 OLDEST = Metric(
@@ -194,11 +226,12 @@ OLDEST = Metric(
     labels={"end": End},
 )  # fmt: skip
 PEERS = Metric(
-    "peers", Kind.GAUGE, "Ranks of other engines that this rank knows.",
-    "connecting for more than a few seconds.", labels={"state": PeerState},
+    "peers", Kind.GAUGE,
+    "Ranks of other engines with which requests of this engine have transfers open: decode ranks at P, prefill ranks at D.",
+    "connecting for more than a few seconds.", labels={"end": End, "state": PeerState},
 )  # fmt: skip
 
 METRICS = (
     XFER_TIME, POST_TIME, BYTES, DESCRIPTORS, SEGMENTS, OVERLAP, FAILED_TRANSFERS, FAILED_NOTIFICATIONS, FAILED_HANDSHAKES,
-    EXPIRED, TRANSFERS, UNDELIVERED, REFUSED, DROPPED, PINNED, WAITING, OLDEST, PEERS,
+    EXPIRED, TRANSFERS, UNDELIVERED, REFUSED, DROPPED, FENCES, PINNED, WAITING, OLDEST, PEERS,
 )  # fmt: skip

@@ -12,7 +12,6 @@ from kvbaton.errors import Incompatible, RemoteProtocolError
 from kvbaton.geometry.layout import KVLayout
 from kvbaton.geometry.mapping import PeerMapping, map_layouts
 from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
-from kvbaton.runtime.metrics import PeerState
 from kvbaton.transport.base import AgentName, Transport
 from kvbaton.types import End
 
@@ -41,6 +40,8 @@ class Peer:
     num_transfers: int = 0
     """That are open with it."""
     idle_since_s: float = 0.0
+    is_connected: bool = False
+    """The link has carried something."""
     mappings: dict[End, PeerMapping] = field(default_factory=dict)
 
     @property
@@ -57,6 +58,11 @@ class Peer:
         if known is None:
             known = self.mappings[our_end] = map_layouts(self.our_layout, self.hello.layout, our_end)
         return known
+
+    def carried(self, now_s: float) -> None:
+        """Something came over the link: nobody need keep the transport working for it to be made."""
+        self.is_connected = True
+        self.connecting_until_s = now_s
 
     def leave(self, now_s: float) -> None:
         """A transfer with it is over."""
@@ -122,13 +128,6 @@ class Peers:
         for peer in list(self._by_incarnation.values()):
             if peer.num_transfers == 0 and now_s >= peer.idle_since_s + IDLE_S:
                 self.forget(peer)
-
-    def count(self, now_s: float) -> dict[PeerState, int]:
-        num_connecting = sum(1 for peer in self._by_incarnation.values() if now_s < peer.connecting_until_s)
-        return {
-            PeerState.CONNECTING: num_connecting,
-            PeerState.CONNECTED: len(self._by_incarnation) - num_connecting,
-        }
 
     def are_connecting(self, now_s: float) -> bool:
         return any(now_s < peer.connecting_until_s for peer in self._by_incarnation.values())

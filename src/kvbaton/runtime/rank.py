@@ -19,11 +19,12 @@ from kvbaton.protocol.rendezvous import Deadlines, Rendezvous
 from kvbaton.protocol.segments import Segments
 from kvbaton.runtime.events import BlockLists, Results
 from kvbaton.runtime.journal import Journal
+from kvbaton.runtime.metrics import FENCES, Fenced
 from kvbaton.runtime.mover import Move, Mover
 from kvbaton.runtime.peers import Peer, Peers, agent_name
 from kvbaton.runtime.sidechannel import SideChannel
 from kvbaton.transport.base import Operation, Transport
-from kvbaton.types import TransferId
+from kvbaton.types import End, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
 
@@ -53,6 +54,11 @@ class Rank:
     def incarnation(self) -> str:
         return self.hello.incarnation
 
+    def carried(self, end: End, peer: Peer, now_s: float) -> None:
+        """Something came over the link to or from `peer`, to which we are that end."""
+        peer.carried(now_s)
+        self.journal.tally.peer_connects(end, peer.name)
+
     def give_up(self, move: Move, now_s: float) -> None:
         """The move's deadline is over and the transport still works on it: it is asked to let go, in the end it is cut off."""
         if self.mover.abandon(move):
@@ -64,9 +70,9 @@ class Rank:
                 "in flight here fails.",
                 move.operation.value, move.transfer_id, self.deadlines.draining_s,
             )  # fmt: skip
-            self.fence()
+            self.fence(Fenced.STUCK_OPERATION)
 
-    def fence(self) -> None:
+    def fence(self, why: Fenced) -> None:
         """Nothing that any peer has begun can reach our memory any more; we go on under a new incarnation.
 
         The transport is closed and opened anew, which breaks every link: all that is in flight, also with healthy peers,
@@ -80,6 +86,7 @@ class Rank:
         )
         self.mover.replace_transport(self.transport)
         self.peers.replace_transport(self.transport)
+        self.journal.tally.count(FENCES, why)
 
     def new_move(
         self,

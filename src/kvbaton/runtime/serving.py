@@ -19,7 +19,7 @@ from kvbaton.runtime.rank import Rank
 from kvbaton.runtime.sidechannel import Caller
 from kvbaton.runtime.source_transfer import NEVER_S, Reader, SourceTransfer
 from kvbaton.transport.base import Operation
-from kvbaton.types import Direction, Outcome, TransferId
+from kvbaton.types import Direction, End, Outcome, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
 
@@ -153,7 +153,7 @@ class Serving:
         if settled.failure is not None:
             self.feed(transfer, reader, Input.FAIL, now_s, settled.failure, why=Why.NOT_MOVED)
         else:
-            settled.move.peer.connecting_until_s = now_s
+            self._rank.carried(End.SOURCE, settled.move.peer, now_s)
             reader.rendezvous.moved(now_s)
             # Before looking further: what is complete is delivered, whatever a preempted prefill computes again.
             self._maybe_complete(transfer, reader, now_s)
@@ -186,6 +186,7 @@ class Serving:
         reason: str = "",
         *,
         why: Why | None = None,
+        told: Outcome | None = None,
     ) -> None:
         rendezvous = reader.rendezvous
         if rendezvous.state is State.DRAINING and reader.move is not None and reader.num_in_flight:
@@ -193,7 +194,7 @@ class Serving:
             if what is Input.EXPIRE:
                 self._rank.give_up(reader.move, now_s)
             return
-        for effect in self._rank.journal.feed(reader, what, now_s, reason, why=why):
+        for effect in self._rank.journal.feed(reader, what, now_s, reason, why=why, told=told):
             match effect:
                 case Effect.STOP_POSTING:
                     self._stop(transfer, reader, now_s)

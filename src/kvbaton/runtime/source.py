@@ -74,6 +74,8 @@ class SourceEnd:
             )  # fmt: skip
             return
         transfer.request_id = command.request_id
+        for reader in transfer.open_readers():
+            self._peer_opens(reader)
         self._rank.journal.tally.wait_ends(End.SOURCE, transfer.transfer_id)
         self._heard_of_engine(transfer, now_s)
 
@@ -117,6 +119,10 @@ class SourceEnd:
             self._cancel_all(transfer, now_s, "the prefill request was aborted")
         for reader in transfer.open_readers():
             self._serving.match(transfer, reader, now_s)
+
+    def _peer_opens(self, reader: Reader) -> None:
+        """Not before the request is here: the engine may have nothing else to do, and then would tell of it for ever."""
+        self._rank.journal.tally.peer_opens(End.SOURCE, reader.peer_name, is_connected=reader.peer.is_connected)
 
     def _note_held(self, transfer: SourceTransfer, now_s: float) -> None:
         """The engine says that it is done before the device is: the last blocks may come to be known afterwards."""
@@ -205,7 +211,9 @@ class SourceEnd:
         transfer.readers[register.from_incarnation] = reader
         transfer.num_readers = register.num_readers
         if transfer.request_id is None:
-            self._rank.journal.tally.wait_begins(End.SOURCE, transfer.transfer_id, 0, now_s)
+            self._rank.journal.tally.wait_begins(End.SOURCE, transfer.transfer_id, None, now_s)
+        else:
+            self._peer_opens(reader)
         self._rank.journal.emit(
             End.SOURCE, "destination_known", transfer.transfer_id, direction=register.direction.value, peer=peer.name
         )
@@ -337,15 +345,17 @@ class SourceEnd:
         if reader.rendezvous.state is State.DRAINING:
             self._serving.feed(transfer, reader, Input.QUIET, now_s)
         elif message.outcome is Outcome.DELIVERED and reader.rendezvous.state is not State.POSTING:
+            self._rank.carried(End.SOURCE, reader.peer, now_s)
             self._serving.feed(transfer, reader, Input.COMPLETE, now_s)
         else:
-            self._serving.feed(transfer, reader, Input.FAIL, now_s, message.reason, why=Why.PEER_ENDED)
+            why = Why.told(message.outcome)
+            self._serving.feed(transfer, reader, Input.FAIL, now_s, message.reason, why=why, told=message.outcome)
 
     def _connected(self, caller: Caller, now_s: float) -> None:
         for transfer in self._transfers.values():
             for reader in transfer.readers.values():
                 if reader.caller == caller:
-                    reader.peer.connecting_until_s = now_s
+                    self._rank.carried(End.SOURCE, reader.peer, now_s)
 
     def _maybe_release(self, transfer: SourceTransfer) -> None:
         """Whoever wants the blocks back gets them once nothing of ours or of a reader's touches them."""
@@ -395,6 +405,8 @@ class SourceEnd:
             self._closed(transfer, transfer.claim, now_s)
 
     def _reader_closed(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:
+        if transfer.request_id is not None:
+            self._rank.journal.tally.peer_closes(End.SOURCE, reader.peer_name)
         self._closed(transfer, reader.rendezvous, now_s)
 
     def _closed(self, transfer: SourceTransfer, part: Rendezvous, now_s: float) -> None:
@@ -408,7 +420,14 @@ class SourceEnd:
         del self._transfers[transfer.transfer_id]
         self._remembered.add(transfer.transfer_id, outcome, reason, now_s)
         self._rank.journal.tally.wait_ends(End.SOURCE, transfer.transfer_id)
-        self._rank.journal.ended(End.SOURCE, transfer.transfer_id, outcome, direction=transfer.direction, reason=reason)
+        self._rank.journal.ended(
+            End.SOURCE,
+            transfer.transfer_id,
+            outcome,
+            direction=transfer.direction,
+            reason=reason,
+            is_held=transfer.is_held,
+        )
         if transfer.is_held and transfer.request_id is not None:
             self._rank.results.sent(transfer.request_id)
 

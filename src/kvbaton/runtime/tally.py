@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvbaton.runtime.metrics import OLDEST, PEERS, PINNED, WAITING, Metric, PeerState
@@ -22,8 +21,15 @@ TELL_AGES_EVERY_S = 1.0
 @dataclass
 class Wait:
     since_s: float
-    num_blocks: int
+    num_blocks: int | None
+    """None where the engine does not wait: it may take no step that tells when the wait is over."""
     report_at_s: float
+
+
+@dataclass
+class _Peer:
+    num_transfers: int
+    is_connected: bool
 
 
 @dataclass
@@ -44,7 +50,8 @@ class Tally:
         self._counted: Counter[str] = Counter()
         # In the order in which they began: the first is the oldest.
         self._waits: dict[End, dict[str, Wait]] = {end: {} for end in End}
-        self._peers = dict.fromkeys(PeerState, 0)
+        # By name, those with which transfers are open.
+        self._peers: dict[End, dict[str, _Peer]] = {end: {} for end in End}
         self._has_changed = True
         self._told_s = 0.0
         # Before then no wait of that end is worth a line.
@@ -60,8 +67,11 @@ class Tally:
         with self._lock:
             self._counted[metric.key(*labels)] += 1
 
-    def wait_begins(self, end: End, key: str, num_blocks: int, now_s: float) -> None:
-        """`key` waits from now on; of one that waits already, only the number of blocks is new."""
+    def wait_begins(self, end: End, key: str, num_blocks: int | None, now_s: float) -> None:
+        """`key` waits from now on; of one that waits already, only the number of blocks is new.
+
+        None: a wait for the engine's own request. It is worth a line when it is long, but it is in no gauge.
+        """
         with self._lock:
             wait = self._waits[end].setdefault(key, Wait(now_s, num_blocks, now_s + self._first_report_s))
             wait.num_blocks = num_blocks
@@ -88,11 +98,29 @@ class Tally:
             )
             return [(key, now_s - wait.since_s) for key, wait in due]
 
-    def peers_are(self, counts: Mapping[PeerState, int]) -> None:
+    def peer_opens(self, end: End, name: str, *, is_connected: bool) -> None:
+        """One more transfer is open with it. Idle peers are not counted: nobody could tell an idle engine that one left."""
         with self._lock:
-            if counts != self._peers:
-                self._peers.update(counts)
+            peer = self._peers[end].setdefault(name, _Peer(0, is_connected))
+            self._has_changed |= peer.num_transfers == 0 or peer.is_connected != is_connected
+            peer.num_transfers += 1
+            peer.is_connected = is_connected
+
+    def peer_closes(self, end: End, name: str) -> None:
+        """One of its transfers is over. To be said before the engine hears so: that step may be its last for long."""
+        with self._lock:
+            peer = self._peers[end][name]
+            peer.num_transfers -= 1
+            if peer.num_transfers == 0:
+                del self._peers[end][name]
                 self._has_changed = True
+
+    def peer_connects(self, end: End, name: str) -> None:
+        """Something came over the link. Idempotent."""
+        with self._lock:
+            peer = self._peers[end].get(name)
+            if peer is not None and not peer.is_connected:
+                peer.is_connected = self._has_changed = True
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
@@ -111,10 +139,14 @@ class Tally:
             return taken
 
     def _gauges(self, now_s: float) -> dict[str, float]:
-        gauges = {PEERS.key(state): float(count) for state, count in self._peers.items()}
+        gauges: dict[str, float] = {}
+        for end, peers in self._peers.items():
+            num_connected = sum(peer.is_connected for peer in peers.values())
+            gauges[PEERS.key(end, PeerState.CONNECTING)] = float(len(peers) - num_connected)
+            gauges[PEERS.key(end, PeerState.CONNECTED)] = float(num_connected)
         for end, waits in self._waits.items():
-            oldest = next(iter(waits.values()), None)
-            gauges[PINNED.key(end)] = float(sum(wait.num_blocks for wait in waits.values()))
-            gauges[WAITING.key(end)] = float(len(waits))
-            gauges[OLDEST.key(end)] = 0.0 if oldest is None else round(now_s - oldest.since_s, 3)
+            counted = [(wait.since_s, wait.num_blocks) for wait in waits.values() if wait.num_blocks is not None]
+            gauges[PINNED.key(end)] = float(sum(num_blocks for _, num_blocks in counted))
+            gauges[WAITING.key(end)] = float(len(counted))
+            gauges[OLDEST.key(end)] = round(now_s - counted[0][0], 3) if counted else 0.0
         return gauges

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from typing import Any
 
@@ -14,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvbaton.connector.stats import BatonPromMetrics, BatonStats
 from kvbaton.runtime import metrics
-from kvbaton.runtime.metrics import METRICS, Channel, Way, Why
+from kvbaton.runtime.metrics import METRICS, Channel, Kind, Way, Why
 from kvbaton.runtime.tally import Tally
 from kvbaton.types import End, Outcome
 
@@ -114,8 +115,14 @@ def registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
+class Parallel:
+    tensor_parallel_size = 2
+    pipeline_parallel_size = 1
+
+
 class Config:
     kv_transfer_config = None
+    parallel_config = Parallel()
 
 
 def prom(registry: CollectorRegistry) -> BatonPromMetrics:
@@ -151,6 +158,46 @@ def test_every_metric_of_the_table_is_there_and_labels_are_the_tables(registry: 
     )
     undelivered = f'{{end="prefill",engine="1",{at},outcome="expired",reason="nobody_came"}} 1.0'
     assert f"vllm:kvbaton_transfers_undelivered_total{undelivered}" in text
+
+
+def test_every_series_is_there_at_nothing_before_anything_happens(registry: CollectorRegistry) -> None:
+    made = prom(registry)
+    before = {
+        (sample.name, *sorted(sample.labels.items())) for family in registry.collect() for sample in family.samples
+    }
+    for engine in ("0", "1"):
+        at = {"model_name": "tiny", "engine": engine}
+        for value in (
+            registry.get_sample_value("vllm:kvbaton_registrations_refused_total", at | {"reason": "over"}),
+            registry.get_sample_value("vllm:kvbaton_fences_total", at | {"reason": "silent_writer"}),
+            registry.get_sample_value(
+                "vllm:kvbaton_transfers_total", at | {"end": "decode", "direction": "pull", "outcome": "expired"}
+            ),
+            registry.get_sample_value("vllm:kvbaton_peers", at | {"end": "decode", "state": "connected", "rank": "1"}),
+        ):
+            assert value == 0.0
+    tally = Tally()
+    for metric in METRICS:
+        for values in itertools.product(*metric.label_values().values()):
+            if metric.kind is Kind.COUNTER:
+                tally.count(metric, *values)
+            elif metric.kind is Kind.HISTOGRAM:
+                tally.observe(metric, 1.0)
+    for rank in (0, 1):
+        made.observe(stats_of(tally if rank else Tally(), rank).to_dict())
+    after = {
+        (sample.name, *sorted(sample.labels.items())) for family in registry.collect() for sample in family.samples
+    }
+    assert after == before
+
+
+def test_what_cannot_be_has_no_series(registry: CollectorRegistry) -> None:
+    prom(registry)
+    text = generate_latest(registry).decode()
+    assert "vllm:kvbaton_transfers_undelivered_total{" in text
+    assert not [line for line in text.splitlines() if "undelivered" in line and 'outcome="delivered"' in line]
+    with pytest.raises(AssertionError, match="transfers_undelivered"):
+        Tally().count(metrics.UNDELIVERED, End.SOURCE, Outcome.DELIVERED, Why.OTHER)
 
 
 def test_a_gauge_that_returns_to_nothing_is_shown_as_nothing(registry: CollectorRegistry) -> None:

@@ -31,6 +31,10 @@ def test_the_prefill_leg_as_in_tree_routers_send_it() -> None:
     assert parse_params(PREFILL | nulls, RID) == PrefillTicket(TransferId("t"))
 
 
+def test_a_prefill_may_be_to_learn_who_the_engine_is() -> None:
+    assert parse_params(PREFILL | {"identity_only": True}, RID) == PrefillTicket(TransferId("t"), is_identity_only=True)
+
+
 def test_without_block_ids_the_decode_leg_is_a_push() -> None:
     assert parse_params(DECODE, RID) == DecodeTicket(
         TransferId("t"), EngineId("engine"), "127.0.0.1", 5555, 1, 1, Direction.PUSH
@@ -70,6 +74,9 @@ def test_only_a_suffix_of_eight_hexadecimal_digits_is_the_engines() -> None:
     [
         (PREFILL | {"do_remote_prefill": True}, "both true"),
         (PREFILL | {"do_remote_decode": "yes"}, "do_remote_decode"),
+        (PREFILL | {"identity_only": 1}, "identity_only"),
+        (DECODE | {"identity_only": True}, "identity_only"),
+        ({"identity_only": True}, "identity_only"),
         (PREFILL | {"transfer_id": 7}, "transfer_id"),
         (PREFILL | {"transfer_id": ""}, "transfer_id"),
         (PREFILL | {"transfer_id": "x" * 513}, "transfer_id"),

@@ -108,3 +108,23 @@ def test_without_a_reason_the_input_is_the_reason() -> None:
 def test_everything_arriving_during_a_drain_does_not_make_it_a_success() -> None:
     made = machine(Input.OFFERS, Input.CANCEL, Input.COMPLETE)
     assert (made.state, made.outcome) == (State.CLOSED, Outcome.CANCELLED)
+
+
+@pytest.mark.parametrize(
+    ("told", "outcome"),
+    [
+        (None, Outcome.FAILED),
+        (Outcome.CANCELLED, Outcome.CANCELLED),
+        (Outcome.EXPIRED, Outcome.EXPIRED),
+        (Outcome.DELIVERED, Outcome.FAILED),
+    ],
+)
+def test_what_the_peer_said_became_of_it_stands_unless_it_says_that_we_have_it(
+    told: Outcome | None, outcome: Outcome
+) -> None:
+    transfer = Rendezvous(Deadlines(), 0.0)
+    transfer.handle(Input.OFFERS, 0.0)
+    transfer.handle(Input.FAIL, 1.0, "the peer ended it", told=told)
+    assert transfer.outcome is outcome
+    transfer.handle(Input.FAIL, 2.0, told=Outcome.CANCELLED)
+    assert transfer.outcome is outcome

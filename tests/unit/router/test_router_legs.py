@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbaton.protocol.params import PrefillTicket, parse_params
 from kvbaton.router.legs import (
     PREFILL_DROPS,
     STEERING,
@@ -21,7 +22,7 @@ from kvbaton.router.legs import (
     warm_up_body,
 )
 from kvbaton.router.request import Api, ClientRequest, parse_request
-from kvbaton.types import EngineId, TransferId
+from kvbaton.types import EngineId, RequestId, TransferId
 
 TICKET = Ticket(request_id="req", transfer_id=TransferId("xfer"))
 IDENTITY = Identity(EngineId("e"), "h", 5600, 2, 1)
@@ -142,6 +143,7 @@ def test_both_legs_run_the_same_prompt_and_carry_no_steering(
     assert not PREFILL_DROPS[api] & set(to_p)
     assert (to_p["stream"], to_p["max_tokens"], to_p["ignore_eos"]) == (False, 1, True)
     assert to_p["kv_transfer_params"]["transfer_id"] == "xfer"
+    assert "identity_only" not in to_p["kv_transfer_params"]
     assert not STEERING & set(to_d)
     assert to_d["vllm_xargs"] == to_p["vllm_xargs"] == {"keep": 1}
 
@@ -150,6 +152,9 @@ def test_warm_up() -> None:
     sent = json.loads(warm_up_body("m", TICKET))
     assert (sent["model"], sent["prompt"], sent["max_tokens"], sent["stream"]) == ("m", [0], 1, False)
     assert sent["kv_transfer_params"]["do_remote_decode"] is True
+    # Found: without this, P held a block for it until the lease ended, and counted a request that nobody fetched.
+    ticket = parse_params(sent["kv_transfer_params"], RequestId("r"))
+    assert ticket == PrefillTicket(TICKET.transfer_id, is_identity_only=True)
 
 
 PARAMS: dict[str, Any] = {
