@@ -1,48 +1,36 @@
-"""Several prefill requests with one transfer id: a router that forgot to clamp `n`."""
+"""Two processes that say they are the same engine: after a restart one of them is gone, by a wrong setting both live."""
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from kvbaton.runtime.events import SourceRevoked
-from kvbaton.types import RequestId
-from tests.runtime.world import TID, World
+from kvbaton.types import Direction, TransferId
+from tests.runtime.world import BLOCK_SIZE, World
 
-NUM_TOKENS = 8
+NUM_TOKENS = 4 * BLOCK_SIZE
+P_BLOCKS, D_BLOCKS = [1, 2, 3, 4], [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("is_first_done", [False, True])
-def test_one_is_handed_off_and_the_others_hold_nothing(is_first_done: bool) -> None:
-    """Whether the first of them is still computing or long gone when the others come and finish."""
+@pytest.mark.parametrize("direction", list(Direction))
+def test_two_living_engines_of_one_name_are_named_and_nobody_hangs(
+    direction: Direction, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World()
-    p, d = world.pair()
-    d.open_destination(p.ticket(), NUM_TOKENS, [11, 12])
-    if is_first_done:
-        p.prefill(NUM_TOKENS, [3, 4], rid="0_p")
-        world.run()
-    else:
-        p.open_source(rid="0_p")
-    for rid, blocks in (("1_p", [5, 6]), ("2_p", [7, 8])):
-        p.prefill(NUM_TOKENS, blocks, rid=rid)
+    p, first = world.pair()
+    second = world.engine(first.name, incarnation="another life")
+    first.open_destination(p.ticket(direction), NUM_TOKENS, D_BLOCKS)
     world.run()
-    assert {"1_p", "2_p"} <= set(p.sent)
-    if not is_first_done:
-        p.advance(NUM_TOKENS, [3, 4], rid="0_p")
-        p.finish(rid="0_p")
-        world.run()
-    assert d.holds([11, 12], p, [3, 4])
-    assert not d.failures
+    assert "same engine_id" not in caplog.text
+    other = TransferId("other")
+    second.open_destination(p.ticket(direction, other), NUM_TOKENS, D_BLOCKS)
+    world.run()
+    assert "Another process now calls itself engine D rank 0, and 1 transfers" in caplog.text
+    assert caplog.text.count("same engine_id") == 1
+    p.prefill(NUM_TOKENS, P_BLOCKS)
+    p.prefill(NUM_TOKENS, [9, 10, 11, 12], other, "other p")
+    world.pass_time(120)
+    assert "d" not in second.failures
+    assert second.holds(D_BLOCKS, p, [9, 10, 11, 12])
+    if "d" not in first.failures:
+        assert first.holds(D_BLOCKS, p, P_BLOCKS)
     world.check()
-
-
-def test_one_that_hands_nothing_off_can_be_preempted_at_once() -> None:
-    world = World()
-    p, _ = world.pair()
-    p.open_source(rid="0_p")
-    p.open_source(rid="1_p")
-    released = threading.Event()
-    p.driver.submit([SourceRevoked(TID, RequestId("1_p"), released)])
-    world.run()
-    assert released.is_set()

@@ -6,6 +6,7 @@ link is closed; nothing of the old one is reused. One that had no transfer for a
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 from kvbaton.errors import Incompatible, RemoteProtocolError
@@ -15,7 +16,10 @@ from kvbaton.protocol.messages import PROTOCOL_VERSION, Hello
 from kvbaton.transport.base import AgentName, Transport
 from kvbaton.types import End
 
+logger = logging.getLogger("vllm.kvbaton")
+
 CONNECT_TIMEOUT_S = 5.0
+WARN_INTERVAL_S = 10.0
 
 IDLE_S = 300.0
 """How long a peer without transfers is remembered: a dead one's link and memory must not stay for ever."""
@@ -75,6 +79,7 @@ class Peers:
         self._transport = transport
         self._layout = layout
         self._by_incarnation: dict[str, Peer] = {}
+        self._warned_s = float("-inf")
 
     def find(self, incarnation: str) -> Peer | None:
         return self._by_incarnation.get(incarnation)
@@ -102,16 +107,24 @@ class Peers:
             if all(peer.agent != agent for peer in self._by_incarnation.values()):
                 self._transport.disconnect(agent)
             raise RemoteProtocolError(f"the transport calls the peer {agent!r}, which is not who it says it is")
-        self._replace_older(hello)
+        self._replace_older(hello, now_s)
         peer = Peer(
             hello, agent, self._layout, now_s + CONNECT_TIMEOUT_S, idle_since_s=now_s, mappings={our_end: mapping}
         )
         self._by_incarnation[hello.incarnation] = peer
         return peer
 
-    def _replace_older(self, hello: Hello) -> None:
+    def _replace_older(self, hello: Hello, now_s: float) -> None:
         for peer in list(self._by_incarnation.values()):
             if (peer.hello.engine_id, peer.hello.rank) == (hello.engine_id, hello.rank):
+                if peer.num_transfers and now_s >= self._warned_s + WARN_INTERVAL_S:
+                    self._warned_s = now_s
+                    logger.warning(
+                        "Another process now calls itself engine %s rank %d, and %d transfers with the one before are open. "
+                        "It was restarted; or two engines were given the same engine_id, which makes requests of both fail: "
+                        "give each its own.",
+                        hello.engine_id, hello.rank, peer.num_transfers,
+                    )  # fmt: skip
                 self.forget(peer)
 
     def forget(self, peer: Peer) -> None:
