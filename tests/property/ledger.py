@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from kvbaton.transport.base import Operation
-from tests.property.group import Claim, Group
+from tests.property.group import TOTAL_HEADS, Claim, Group
 from tests.runtime.world import BLOCK_BYTES, LAYERS, NUM_BLOCKS, Engine, World
 
 SCRIBBLE = 0xEE
+HEAD_BYTES = BLOCK_BYTES // TOTAL_HEADS
 _LAYER_BYTES = NUM_BLOCKS * BLOCK_BYTES
 
 
@@ -76,15 +77,16 @@ class Ledger:
         return []
 
     def check_delivered(self, group: Group, blocks: list[int], story: int, generation: int) -> None:
-        """On every rank, of one computation; two ranks may have got theirs before and after a preemption, which are equal
-        but for rounding.
+        """Every head, of one computation: a prefill rank may have sent its heads before a preemption and another one after
+        it, which are equal but for rounding.
         """
         wanted = {self.value(story, each) for each in range(generation + 1)}
         for rank in group.ranks:
-            arrived = rank.pool[:, blocks, : group.used_bytes]
-            first = int(arrived.flat[0])
-            assert (arrived == first).all(), "what was delivered is of several computations"
-            assert first in wanted, "what was delivered is not what was computed"
+            for start in range(0, group.used_bytes, HEAD_BYTES):
+                arrived = rank.pool[:, blocks, start : start + HEAD_BYTES]
+                first = int(arrived.flat[0])
+                assert (arrived == first).all(), "what was delivered is of several computations"
+                assert first in wanted, "what was delivered is not what was computed"
 
 
 def _blocks(engine: Engine, address: int, length: int) -> range:
