@@ -1,4 +1,4 @@
-"""Caches that are not one group of full attention, and a prefill engine in stages: the tokens of one engine alone."""
+"""Caches that are not one group of full attention: the tokens of one engine alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engines.conftest import make_spec, wait_until_empty
 from tests.engines.prompts import Prompt
 from tests.faults.asking import Expected, assert_all_right, verdicts
 from tests.faults.conftest import answers_of, fresh_prompts, start_pair
-from tests.faults.odd_models import CONFIGS, WINDOW_TOKENS, make_model
+from tests.faults.odd_models import WINDOW_TOKENS, make_model
 
 pytestmark = [pytest.mark.engines, pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -49,22 +49,29 @@ def answers_of_one_engine(tmp: Path, **changes: object) -> Expected:
         return answers_of(deployment.router_url, dict.fromkeys([*PROMPTS, *CONTINUED], NUM_TOKENS))
 
 
-def assert_parity(tmp: Path, right: Expected, **changes: object) -> None:
+def assert_parity(tmp: Path, right: Expected, rounds: list[list[Prompt]], **changes: object) -> None:
     with start_pair("pair", tmp, **changes) as pair:
         urls = [pair.url(direction) for direction in Direction]
-        for prompts in (PROMPTS, CONTINUED):
-            assert_all_right(verdicts(urls, prompts, right, NUM_TOKENS, num_at_once=4))
+        for prompts in rounds:
+            assert_all_right(verdicts(urls, prompts, right, NUM_TOKENS - 1, num_at_once=4))
         wait_until_empty(pair, timeout_s=60)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_model_of_another_kind(tmp_path: Path, name: str) -> None:
-    model = str(make_model(name, tmp_path / name))
+def test_sliding_windows(tmp_path: Path) -> None:
+    """Several cache groups, some of which give up blocks while the prompt is still being computed."""
+    model = str(make_model("windowed", tmp_path / "windowed"))
     right = answers_of_one_engine(tmp_path, model=model)
     assert len(set(right.values())) > len(right) // 2  # the prompt matters
-    assert_parity(tmp_path, right, model=model)
+    assert_parity(tmp_path, right, [PROMPTS, CONTINUED], model=model)
 
 
-def test_a_prefill_engine_of_two_pipeline_stages(tmp_path: Path) -> None:
-    right = answers_of_one_engine(tmp_path)
-    assert_parity(tmp_path, right, prefill_pp=2, pin=False)
+def test_latent_attention(tmp_path: Path) -> None:
+    """vLLM's CPU kernels for this attention differ between prompt and answer, by more than rounding: one engine alone gives
+    other tokens when the first of its answer are put at the prompt's end. The decode engine computes the last token of a
+    prompt as part of the answer. So what it must give is how one engine went on after the same prompt without that token.
+    """
+    model = str(make_model("latent", tmp_path / "latent"))
+    alone = answers_of_one_engine(tmp_path, model=model)
+    assert len(set(alone.values())) > len(alone) // 2
+    right = {(*prompt, tokens[0]): tokens[1:] for prompt, tokens in alone.items()}
+    assert_parity(tmp_path, right, [list(right)], model=model)
