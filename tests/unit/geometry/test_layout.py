@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.errors import Incompatible, RemoteProtocolError
-from kvbaton.geometry.layout import MAX_REGIONS, Part, bytes_per_token, plain
+from kvbaton.geometry.layout import MAX_REGIONS, Part, bytes_per_token, check_blocks, plain
 from tests.unit.geometry.layouts import layout, region
 
 
@@ -92,3 +92,23 @@ def test_heads_that_the_rank_cannot_have_are_refused() -> None:
         layout(region("x", num_heads=1, total_heads=8)).validate()
     with pytest.raises(Incompatible, match="2 KV heads cannot be spread over 3"):
         layout(tp_size=3).validate()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [
+        ([], "block lists for 0 cache groups from a rank that has 1"),
+        ([[1], [2]], "block lists for 2 cache groups from a rank that has 1"),
+        ([[-1]], "1 block ids up to -1"),
+        ([[0, 1 << 40]], "2 block ids up to"),
+        ([[0] * 10_000], "10000 block ids up to 0"),
+    ],
+)
+def test_blocks_that_a_rank_cannot_have_are_refused(blocks: list[list[int]], said: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=said):
+        check_blocks(layout(), blocks)
+
+
+def test_blocks_that_a_rank_has_are_not() -> None:
+    check_blocks(layout(), [[0, 1]])
+    check_blocks(layout(), [[]])
