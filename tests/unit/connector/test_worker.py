@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,6 +94,39 @@ def test_a_push_from_step_to_step(pair: tuple[Side, Side]) -> None:
     assert collect(d, lambda batch: bool(batch.received)) == Batch(received={D})
     assert collect(p, lambda batch: bool(batch.sent)) == Batch(sent={P})
     assert (d.pool[[3, 4]] == p.pool[[1, 2]]).all()
+
+
+def test_no_call_of_the_engine_waits_for_the_transfer_thread(
+    pair: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has come back, with the thread stuck all the while. A wait for a preempted block is bounded, elsewhere."""
+    p, d = pair
+    is_stuck, goes_on = threading.Event(), threading.Event()
+    assert d.worker._driver is not None
+    turn = d.worker._driver.turn
+
+    def stuck() -> None:
+        is_stuck.set()
+        goes_on.wait()
+        turn()
+
+    monkeypatch.setattr(d.worker._driver, "turn", stuck)
+    d.worker.submit_before(StepHandover(before_forward=[want(p)]))
+    assert is_stuck.wait(PATIENCE_S)
+    try:
+        for step in range(1000):
+            request_id = RequestId(f"p{step}")
+            d.worker.submit_before(StepHandover(before_forward=[SourceOpened(TransferId(request_id), request_id)]))
+            finished = SourceFinished(TransferId(request_id), request_id, is_held=False, is_aborted=True)
+            d.worker.submit_after(StepHandover(after_forward=[finished]), None)
+            assert d.worker.collect(is_idle_step=False) == Batch()
+            d.worker.take_stats()
+        assert not goes_on.is_set()
+    finally:
+        goes_on.set()
+    p.worker.submit_before(StepHandover(before_forward=[SourceOpened(T, P)]))
+    p.worker.submit_after(StepHandover(after_forward=[SourceAdvanced(T, P, 0, 32, True, ((1, 2),))]), None)
+    assert collect(d, lambda batch: bool(batch.received)) == Batch(received={D})
 
 
 def test_a_request_that_finishes_while_it_loads_is_cancelled(pair: tuple[Side, Side]) -> None:
