@@ -86,13 +86,13 @@ side: st.SearchStrategy[SideMessage] = st.one_of(
     st.builds(Accepted, ids),
     st.builds(Offer, ids, counts, blocks, seconds, hellos),
     st.builds(SegmentPosted, ids),
-    st.builds(Renew, ids, ids, counts),
-    st.builds(Cancel, ids, ids, reasons),
-    st.builds(Ended, ids, ids, st.sampled_from(Outcome), reasons),
+    st.builds(Renew, ids, ids, counts, st.booleans(), counts),
+    st.builds(Cancel, ids, ids, reasons, counts),
+    st.builds(Ended, ids, ids, st.sampled_from(Outcome), reasons, counts),
     st.just(Connected()),
 )
 notifications: st.SearchStrategy[Notification] = st.just(Greeting()) | st.builds(
-    SegmentLanded, ids, counts, counts, st.booleans()
+    SegmentLanded, ids, counts, counts, st.booleans(), counts
 )
 
 

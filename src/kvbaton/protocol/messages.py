@@ -46,7 +46,8 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 
     `num_readers` decode ranks take this transfer from the rank that is addressed. `grace_s`: from my last word to you on,
     my blocks stay mine for at least that long. `number` is the registration's among all of this incarnation: the same said
-    again has the same, another attempt has another.
+    again has the same, another attempt has another. What is said of a registration later, by either side, carries its number
+    (`registration`; 0: not said), because it may be heard when there is another of the same transfer.
     """
 
     transfer_id: Id
@@ -107,6 +108,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     from_incarnation: Id
     answers: Count = 0
     lacks_offer: bool = False
+    registration: Count = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -115,6 +117,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     transfer_id: Id
     from_incarnation: Id
     reason: Reason = ""
+    registration: Count = 0
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -132,6 +135,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     from_incarnation: Id
     outcome: Outcome
     reason: Reason = ""
+    registration: Count = 0
 
 
 class Connected(msgspec.Struct, frozen=True, tag="connected"):
@@ -154,6 +158,7 @@ class SegmentLanded(msgspec.Struct, frozen=True, tag="landed"):
     generation: Count
     segment: Count
     is_last: bool
+    registration: Count = 0
 
 
 Notification: TypeAlias = Greeting | SegmentLanded

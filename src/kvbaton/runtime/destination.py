@@ -195,6 +195,8 @@ class DestinationEnd:
         if line is not None:
             line.heard_s = now_s
         leg = self._find(TransferId(message.transfer_id), endpoint)
+        if leg is not None and isinstance(message, Ended | Cancel) and message.registration not in {0, leg.number}:
+            return  # of an attempt before this one
         if leg is not None:
             self._hear(leg, message, now_s)
         elif isinstance(message, Confirm):
@@ -234,9 +236,10 @@ class DestinationEnd:
 
     def _confirm(self, leg: Leg, message: Confirm) -> None:
         if leg.rendezvous.state in {State.OPEN, State.OFFERED}:
-            self._lines.say(leg.endpoint, Renew(leg.transfer_id, leg.incarnation, answers=message.number))
+            renew = Renew(leg.transfer_id, leg.incarnation, answers=message.number, registration=leg.number)
+            self._lines.say(leg.endpoint, renew)
         else:
-            self._lines.say(leg.endpoint, Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason))
+            self._lines.say(leg.endpoint, _cancel_of(leg))
 
     def _ended(self, leg: Leg, message: Ended, now_s: float) -> None:
         if leg.rendezvous.state is State.DRAINING and leg.direction is Direction.PUSH:
@@ -273,7 +276,8 @@ class DestinationEnd:
 
     def _receiver_of(self, sender: AgentName, landed: SegmentLanded) -> Leg | None:
         for leg in self._legs.get(TransferId(landed.transfer_id), ()):
-            if is_agent_of(sender, leg.reception.opened.ticket.engine_id, leg.rank):
+            is_its = landed.registration in {0, leg.number}
+            if is_its and is_agent_of(sender, leg.reception.opened.ticket.engine_id, leg.rank):
                 return leg
         return None
 
@@ -390,10 +394,10 @@ class DestinationEnd:
     def _remind(self, leg: Leg) -> None:
         """The prefill side hears of us; of a leg that we gave up, that we did: the first time may have been lost."""
         if leg.rendezvous.state is State.DRAINING and leg.direction is Direction.PUSH:
-            self._tell(leg, Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason))
+            self._tell(leg, _cancel_of(leg))
         else:
             lacks_offer = leg.direction is Direction.PULL and leg.rendezvous.state is State.OPEN
-            self._tell(leg, Renew(leg.transfer_id, leg.incarnation, lacks_offer=lacks_offer))
+            self._tell(leg, Renew(leg.transfer_id, leg.incarnation, lacks_offer=lacks_offer, registration=leg.number))
 
     def _is_unanswered(self, leg: Leg, now_s: float) -> bool:
         line = self._lines.find(leg.endpoint)
@@ -428,7 +432,7 @@ class DestinationEnd:
                 case Effect.STOP_POSTING:
                     self._stop(leg, now_s)
                 case Effect.TELL_CANCEL:
-                    self._tell(leg, Cancel(leg.transfer_id, leg.incarnation, rendezvous.reason))
+                    self._tell(leg, _cancel_of(leg))
                 case Effect.TELL_ENDED:
                     self._tell_ended(leg)
                 case Effect.FORGET_PEER:
@@ -443,7 +447,7 @@ class DestinationEnd:
         rendezvous = leg.rendezvous
         if not leg.is_ended_by_peer:
             outcome = rendezvous.outcome or Outcome.FAILED
-            self._tell(leg, Ended(leg.transfer_id, leg.incarnation, outcome, rendezvous.reason))
+            self._tell(leg, Ended(leg.transfer_id, leg.incarnation, outcome, rendezvous.reason, leg.number))
 
     def _tell(self, leg: Leg, message: SideMessage) -> None:
         if leg.endpoint in self._lines:  # else it is gone: calling again would only leave a socket behind
@@ -518,6 +522,10 @@ class DestinationEnd:
 
     def __len__(self) -> int:
         return len(self._receptions)
+
+
+def _cancel_of(leg: Leg) -> Cancel:
+    return Cancel(leg.transfer_id, leg.incarnation, leg.rendezvous.reason, leg.number)
 
 
 def _endpoint_of(ticket: DecodeTicket, rank: int) -> Endpoint:

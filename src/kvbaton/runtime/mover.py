@@ -39,6 +39,8 @@ class Move:
     their_blocks: BlockLists
     num_tokens: int
     """Of the whole prompt."""
+    registration: int = 0
+    """Of whom it is for; 0 at the reader's own end."""
     our_blocks: BlockLists = ()
     num_bytes: int = 0
     """That were posted."""
@@ -208,5 +210,6 @@ def _notification(move: Move, segment: Segment) -> bytes:
             generation=segment.generation,
             segment=segment.number,
             is_last=segment.is_last,
+            registration=move.registration,
         )
     )

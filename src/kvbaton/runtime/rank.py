@@ -98,6 +98,7 @@ class Rank:
         their_blocks: BlockLists,
         first_token: int,
         num_tokens: int,
+        registration: int = 0,
     ) -> Move:
         """What is to be moved between this rank and `peer`, none of it yet. Our blocks are filled in by the caller."""
         layout = self.hello.layout
@@ -113,4 +114,5 @@ class Rank:
             ),
             their_blocks=their_blocks,
             num_tokens=num_tokens,
+            registration=registration,
         )

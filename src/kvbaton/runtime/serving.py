@@ -70,6 +70,7 @@ class Serving:
             their_blocks=register.blocks,
             first_token=register.first_token,
             num_tokens=register.num_tokens,
+            registration=register.number,
         )
 
     def _pump(self, transfer: SourceTransfer, reader: Reader, move: Move, now_s: float) -> None:
@@ -141,7 +142,7 @@ class Serving:
             reader.rendezvous.heard(now_s)
         if reader.rendezvous.state is State.DRAINING and reader.offer is not None:
             # Its lease is not renewed any more; the word that said so may have been lost.
-            self.say(caller, Cancel(transfer.transfer_id, self._rank.incarnation, reader.rendezvous.reason))
+            self._say_cancel(reader)
             return
         self.say(caller, Accepted(transfer.transfer_id))
         if message.lacks_offer and reader.offer is not None and reader.rendezvous.state is State.OFFERED:
@@ -199,10 +200,11 @@ class Serving:
                 case Effect.STOP_POSTING:
                     self._stop(transfer, reader, now_s)
                 case Effect.TELL_CANCEL:
-                    self.say(reader.caller, Cancel(transfer.transfer_id, self._rank.incarnation, rendezvous.reason))
+                    self._say_cancel(reader)
                 case Effect.TELL_ENDED if rendezvous.outcome is not Outcome.DELIVERED:
                     outcome = rendezvous.outcome or Outcome.FAILED
-                    self.say_ended(reader.caller, transfer.transfer_id, outcome, rendezvous.reason)
+                    number = reader.register.number
+                    self.say_ended(reader.caller, transfer.transfer_id, outcome, rendezvous.reason, number)
                 case Effect.FORGET_PEER | Effect.FENCE_PEER:
                     # A reader that wakes up late reads what it must not use: it counts the lease for itself.
                     self._rank.peers.forget(reader.peer)
@@ -216,8 +218,14 @@ class Serving:
         if reader.num_in_flight == 0:
             self.feed(transfer, reader, Input.QUIET, now_s)
 
-    def say_ended(self, caller: Caller, transfer_id: TransferId, outcome: Outcome, reason: str) -> None:
-        self.say(caller, Ended(transfer_id, self._rank.incarnation, outcome, reason))
+    def _say_cancel(self, reader: Reader) -> None:
+        reason, number = reader.rendezvous.reason, reader.register.number
+        self.say(reader.caller, Cancel(reader.transfer_id, self._rank.incarnation, reason, number))
+
+    def say_ended(
+        self, caller: Caller, transfer_id: TransferId, outcome: Outcome, reason: str, registration: int
+    ) -> None:
+        self.say(caller, Ended(transfer_id, self._rank.incarnation, outcome, reason, registration))
 
     def say(self, caller: Caller, message: SideMessage) -> bool:
         """False when nobody is there to hear it."""

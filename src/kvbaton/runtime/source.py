@@ -26,7 +26,7 @@ from kvbaton.protocol.messages import (
     SideMessage,
     encode,
 )
-from kvbaton.protocol.remembered import Remembered
+from kvbaton.protocol.remembered import Memory, Remembered
 from kvbaton.protocol.rendezvous import Effect, Input, Rendezvous, State
 from kvbaton.runtime.events import SourceAdvanced, SourceFinished, SourceOpened, SourceRevoked
 from kvbaton.runtime.metrics import REFUSED, Why
@@ -47,6 +47,8 @@ MAX_TRANSFERS_PER_READER = 4096
 come."""
 
 MAX_LOGGED_CHARACTERS = 500
+
+_TAKEN = "another request already receives this transfer"
 
 READ_WATCH_S = 1.0
 """How long after an offer we expect the reader to be at work, and keep our half of the transport going for it."""
@@ -231,11 +233,11 @@ class SourceEnd:
         reader = None if transfer is None else transfer.readers.get(register.from_incarnation)
         if transfer is None or reader is None or reader.rendezvous.is_closed:
             self._said_no.add(_name_of(register), outcome, reason, now_s)
-            self._serving.say_ended(caller, transfer_id, outcome, reason)
+            self._serving.say_ended(caller, transfer_id, outcome, reason, register.number)
         elif _is_same(reader.register, register):
             self._serving.feed(transfer, reader, Input.FAIL, now_s, reason)
         else:
-            self._serving.say_ended(caller, transfer_id, outcome, reason)
+            self._serving.say_ended(caller, transfer_id, outcome, reason, register.number)
 
     def _refuse(self, caller: Caller, register: Register, error: BatonError, now_s: float) -> None:
         if num_refused := self._refused.add():
@@ -290,34 +292,45 @@ class SourceEnd:
         if transfer is None:
             memory = self._remembered.recall(transfer_id, now_s)
             if memory is None:
-                self._serving.say_ended(caller, transfer_id, Outcome.FAILED, "this transfer is not known here")
-            else:
-                self._serving.say_ended(caller, transfer_id, memory.outcome, memory.reason)
+                memory = Memory(Outcome.FAILED, "this transfer is not known here", now_s)
+            self._serving.say_ended(caller, transfer_id, memory.outcome, memory.reason, message.registration)
             return
         reader = transfer.readers.get(message.from_incarnation)
         if reader is None:
             # Its registration was lost or dropped.
             self._serving.say(caller, HelloWanted(transfer_id))
             return
+        if not _is_about(message, reader):
+            self._serving.say_ended(caller, transfer_id, Outcome.FAILED, _TAKEN, message.registration)
+            return
         if reader.rendezvous.is_closed:
             outcome = reader.rendezvous.outcome or Outcome.FAILED
-            self._serving.say_ended(caller, transfer_id, outcome, reader.rendezvous.reason)
+            self._serving.say_ended(caller, transfer_id, outcome, reader.rendezvous.reason, message.registration)
             return
         self._serving.renewed(transfer, reader, caller, message, now_s)
 
     def _cancelled(self, caller: Caller, message: Cancel, now_s: float) -> None:
         transfer_id, reason = TransferId(message.transfer_id), message.reason or "cancelled by the decode side"
         transfer = self._transfers.get(transfer_id)
-        reader = None if transfer is None else transfer.readers.get(message.from_incarnation)
+        reader = self._reader_meant(transfer, message)
         if transfer is not None and reader is not None and not reader.rendezvous.is_closed:
             reader.caller = caller
             self._serving.feed(transfer, reader, Input.CANCEL, now_s, reason, why=Why.PEER_GAVE_UP)
             if reader.rendezvous.state is State.DRAINING:
                 self._serving.say(caller, Accepted(transfer_id))  # alive, and waiting for the transport
             return
-        self._not_wanted(transfer_id, now_s, reason)
+        if not self._was_refused(message, now_s):
+            self._not_wanted(transfer_id, now_s, reason)
         # Nothing of ours is going to touch the caller's blocks.
-        self._serving.say_ended(caller, transfer_id, Outcome.CANCELLED, reason)
+        self._serving.say_ended(caller, transfer_id, Outcome.CANCELLED, reason, message.registration)
+
+    def _reader_meant(self, transfer: SourceTransfer | None, message: Cancel | Ended) -> Reader | None:
+        reader = None if transfer is None else transfer.readers.get(message.from_incarnation)
+        return reader if reader is not None and _is_about(message, reader) else None
+
+    def _was_refused(self, message: Cancel | Ended, now_s: float) -> bool:
+        """Then its sender ends what never began here: a sibling of that leg was refused as well, and took it along."""
+        return self._said_no.recall(_name(message, message.registration), now_s) is not None
 
     def _released(self, message: Release, now_s: float) -> None:
         if message.to_engine_id == self._rank.engine_id:
@@ -335,9 +348,9 @@ class SourceEnd:
     def _ended(self, caller: Caller, message: Ended, now_s: float) -> None:
         transfer_id = TransferId(message.transfer_id)
         transfer = self._transfers.get(transfer_id)
-        reader = None if transfer is None else transfer.readers.get(message.from_incarnation)
+        reader = self._reader_meant(transfer, message)
         if transfer is None or reader is None:
-            if message.outcome is not Outcome.DELIVERED:
+            if message.outcome is not Outcome.DELIVERED and not self._was_refused(message, now_s):
                 # Given up before we knew of it, for instance while it was still to introduce itself.
                 self._not_wanted(transfer_id, now_s, message.reason)
             return
@@ -454,7 +467,7 @@ def _why_no_reader(transfer: SourceTransfer, register: Register) -> tuple[Outcom
     known = transfer.readers.get(register.from_incarnation)
     if known is not None:
         if not _is_same(known.register, register):
-            return Outcome.FAILED, "another request already receives this transfer"
+            return Outcome.FAILED, _TAKEN
         if known.rendezvous.is_closed:
             return known.rendezvous.outcome or Outcome.FAILED, known.rendezvous.reason
         return None
@@ -464,7 +477,7 @@ def _why_no_reader(transfer: SourceTransfer, register: Register) -> tuple[Outcom
             f"{transfer.num_readers}"
         )
     if transfer.num_readers is not None and len(transfer.readers) >= transfer.num_readers:
-        return Outcome.FAILED, "another request already receives this transfer"
+        return Outcome.FAILED, _TAKEN
     if transfer.claim.is_closed:
         return transfer.failure or (Outcome.FAILED, "this transfer has ended")
     return None
@@ -479,8 +492,17 @@ def _why_unclaimed(transfer: SourceTransfer) -> str:
 
 
 def _name_of(register: Register) -> TransferId:
+    return _name(register, register.number)
+
+
+def _name(message: Register | Cancel | Ended, number: int) -> TransferId:
     """One attempt of one reader."""
-    return TransferId(f"{register.transfer_id} {register.from_incarnation} {register.number}")
+    return TransferId(f"{message.transfer_id} {message.from_incarnation} {number}")
+
+
+def _is_about(message: Renew | Cancel | Ended, reader: Reader) -> bool:
+    """Not about another attempt of the same decode rank."""
+    return message.registration in {0, reader.register.number}
 
 
 def _is_same(known: Register, again: Register) -> bool:
