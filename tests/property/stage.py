@@ -26,6 +26,7 @@ from tests.runtime.world import BLOCK_SIZE, NUM_BLOCKS, Engine, World
 NUM_TOKENS = 14  # three whole blocks and half of the fourth
 BLOCKS_PER_STORY = 4
 MAX_STORIES = 5
+MAX_ATTEMPTS = 2
 FOREVER = 10**9
 TICK_S = 2.5
 PROMPT_S = 20.0
@@ -81,6 +82,8 @@ class Story:
     """new, waiting, over"""
     p_blocks: list[int] = field(default_factory=list)
     d_blocks: list[int] = field(default_factory=list)
+    attempt: int = 0
+    """Of the decode side, with the same ticket."""
     released: list[threading.Event] = field(default_factory=list)
     """Preempted: what each rank says when nothing reads the blocks any more."""
 
@@ -94,7 +97,7 @@ class Story:
 
     @property
     def d_rid(self) -> str:
-        return f"d{self.index}"
+        return f"d{self.index}.{self.attempt}"
 
     @property
     def is_known_to_both(self) -> bool:
@@ -204,9 +207,14 @@ class Stage:
                 rank.driver.submit([SourceRevoked(story.tid, RequestId(story.p_rid), story.released[-1])])
 
     def want(self, index: int) -> None:
+        """Also once more, where an attempt is over: a client that was told to come again comes with the same ticket."""
         story = self._story(index)
-        if story is None or story.at_decode != "new" or not self.decodes[story.d].is_alive:
+        if story is None or story.at_decode == "waiting" or not self.decodes[story.d].is_alive:
             return
+        if story.at_decode == "over":
+            if story.attempt == MAX_ATTEMPTS:
+                return
+            story.attempt += 1
         engine = self.decodes[story.d]
         story.d_blocks = engine.take(BLOCKS_PER_STORY, Claim("destination", story.index))
         if story.d_blocks:
