@@ -8,6 +8,7 @@ from kvbaton.protocol.messages import Renew, encode
 from kvbaton.runtime.sidechannel import Endpoint
 from kvbaton.transport.loopback import Fabric, Fate
 from kvbaton.types import Direction, RequestId, TransferId
+from tests.property.stage import Stage
 from tests.runtime.memory_channel import HOST
 from tests.runtime.ranks import ranks
 from tests.runtime.test_attempts import (
@@ -77,6 +78,8 @@ def test_a_late_notification_of_the_first_attempt_does_not_complete_the_second()
     d.open_destination(p.ticket(), NUM_TOKENS, D_BLOCKS, rid="first")
     d.turn()
     p.turn()
+    d.turn()  # it is asked, as at every first call
+    p.turn()
     assert RequestId("p") in p.sent
     d.cancel("first")
     d.turn()
@@ -109,3 +112,26 @@ def test_a_reminder_of_the_second_attempt_is_no_news_of_the_first() -> None:
     p.finish()
     world.run()
     world.check()
+
+
+def test_a_first_word_that_was_long_under_way_does_not_let_us_write() -> None:
+    """Whoever gets no answer at its first call gives up sooner than where it has heard of us before, and fences nobody."""
+    stage = Stage()
+    stage.begin(0, 0, 0, NUM_TOKENS, 0)
+    stage.open(0)
+    stage.compute(0)
+    stage.turn(0)
+    stage.cut(0, 0)
+    stage.want(0)
+    stage.turn(1)
+    for _ in range(47):
+        stage.tick_apart(1, 1)
+        stage.turn(0)
+    stage.fate(0)
+    stage.fate(2)  # a write that takes its time
+    stage.heal()
+    stage.cut(0, 0)
+    for _ in range(6):
+        stage.tick_apart(0, 1)
+        stage.turn(1)
+    stage.end()

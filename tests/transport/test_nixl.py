@@ -97,6 +97,43 @@ def test_a_post_that_fails_half_way_leaves_no_handle(monkeypatch: pytest.MonkeyP
         each.close()
 
 
+def test_a_failed_post_that_cannot_be_released_yet_stays_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL refuses to release what it cannot cancel. Nobody may believe then that nothing moves."""
+    transport = NixlTransport("engine a/0/1")
+    memory = np.zeros(64, dtype=np.uint8)
+    address = int(memory.ctypes.data)
+    transport.register([Span(address, 64, 0)], "DRAM")
+    other = NixlTransport("engine b/0/1")
+    other.register([Span(address, 64, 0)], "DRAM")
+    peer = transport.connect(other.local_metadata())
+    error = native_errors(bindings())[0]
+
+    class Busy:
+        is_busy = True
+
+        def release(self) -> None:
+            if self.is_busy:
+                raise error("still active")
+
+    busy = Busy()
+    monkeypatch.setattr(transport._agent, "initialize_xfer", lambda *_args: busy)
+    monkeypatch.setattr(transport._agent, "transfer", lambda _handle: "ERR")
+    monkeypatch.setattr(transport._agent, "check_xfer_state", lambda _handle: "DONE")
+    here = np.array([address], dtype=np.int64)
+    inside = Descriptors(here, here, np.array([8], dtype=np.int64))
+    handle = transport.post(Operation.WRITE, peer, inside, 0, b"")
+    assert transport.poll(handle) is Progress.FAILED
+    assert not transport.release(handle)
+    transport.disconnect(peer)
+    assert transport._leaving
+    busy.is_busy = False
+    assert transport.release(handle)
+    assert not transport._leaving
+    monkeypatch.undo()
+    for each in (transport, other):
+        each.close()
+
+
 def test_a_backend_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(Unsupported, match="NOSUCH"):
         NixlTransport("engine a/0/1", ["NOSUCH"])

@@ -127,6 +127,8 @@ class DestinationEnd:
         """None, or why nobody can be called there."""
         line = self._lines.use(leg.endpoint, now_s)
         opened = leg.reception.opened
+        # Said until something was heard there, it also warns that we give up early if nothing is (`_is_unanswered`).
+        is_introducing = is_introducing or line.heard_s is None
         register = Register(
             transfer_id=leg.transfer_id,
             to_engine_id=opened.ticket.engine_id,

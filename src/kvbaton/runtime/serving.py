@@ -74,7 +74,7 @@ class Serving:
         )
 
     def _pump(self, transfer: SourceTransfer, reader: Reader, move: Move, now_s: float) -> None:
-        if not self._may_write(transfer, reader, now_s):
+        if not self._may_write(reader, now_s):
             return
         try:
             num_posted = self._rank.mover.pump(move)
@@ -86,15 +86,19 @@ class Serving:
             self.say(reader.caller, SegmentPosted(transfer.transfer_id))
         self._maybe_complete(transfer, reader, now_s)
 
-    def _may_write(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> bool:
+    def _may_write(self, reader: Reader, now_s: float) -> bool:
         """The reader's blocks are certainly still its own; else it is asked, and its answer comes back to `match`."""
         if now_s - reader.heard_s < reader.register.grace_s / 2:
             return True
+        self.ask(reader, now_s)
+        return False
+
+    def ask(self, reader: Reader, now_s: float) -> None:
+        """Whether its blocks are still its own; again, if need be: words get lost."""
         if reader.question is None:
             self._num_questions += 1
             reader.question, reader.asked_s = self._num_questions, now_s
-        self.say(reader.caller, Confirm(transfer.transfer_id, reader.question))  # again, if need be: words get lost
-        return False
+        self.say(reader.caller, Confirm(reader.transfer_id, reader.question))
 
     def doubt(self, now_s: float) -> None:
         """What is read from now on, for a while, may have been said long ago: only answers to questions count."""

@@ -38,7 +38,7 @@ from kvbaton.runtime.serving import Serving
 from kvbaton.runtime.sidechannel import Caller
 from kvbaton.runtime.source_transfer import NEVER_S, Reader, SourceTransfer
 from kvbaton.runtime.waiting import prefill_sentence
-from kvbaton.types import End, Outcome, RequestId, TransferId
+from kvbaton.types import Direction, End, Outcome, RequestId, TransferId
 
 logger = logging.getLogger("vllm.kvbaton")
 
@@ -203,7 +203,14 @@ class SourceEnd:
         if reader is None:
             reader = Reader(register, peer, caller, Rendezvous(self._rank.deadlines, now_s), heard_s=NEVER_S)
             self._join(transfer, reader, now_s)
-        self._serving.heard(reader, caller, now_s)
+        if register.hello is None:
+            self._serving.heard(reader, caller, now_s)
+        else:
+            # It may have waited long for a connection, and whoever gets no answer at all gives up early: it is asked first,
+            # best while there is nothing to write yet.
+            reader.caller = caller
+            if transfer.frontier is None and register.direction is Direction.PUSH:
+                self._serving.ask(reader, now_s)
         self._serving.match(transfer, reader, now_s)
 
     def _join(self, transfer: SourceTransfer, reader: Reader, now_s: float) -> None:

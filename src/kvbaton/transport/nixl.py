@@ -78,6 +78,7 @@ class NixlTransport(Transport):
         self._registration: object | None = None
         self._handles: dict[Handle, nixl_xfer_handle] = {}
         self._next_handle = 0
+        self._half_posted: set[Handle] = set()
         self._peers: set[AgentName] = set()
         # Who each operation is with; and the peers that are only to be forgotten once nothing moves to or from them.
         self._peer_of: dict[Handle, AgentName] = {}
@@ -160,21 +161,20 @@ class NixlTransport(Transport):
         self._peer_of[handle] = peer
         try:
             status = agent.transfer(native)
+            failure = None if status in _PROGRESS else f"status {status}"
         except self._errors as error:
-            self._discard(handle)
-            raise PostFailed(f"NIXL could not post a {operation.value} to {peer}: {error}") from error
-        if status not in _PROGRESS:
-            self._discard(handle)
-            raise PostFailed(f"NIXL could not post a {operation.value} to {peer}: status {status}")
+            failure = str(error)
+        if failure is not None:
+            self._has_failed = True
+            self._half_posted.add(handle)
+            if self._let_go(handle):
+                raise PostFailed(f"NIXL could not post a {operation.value} to {peer}: {failure}")
+            # What was posted of it cannot be stopped yet: it is an operation that has failed, to be released later.
         return handle
 
     def _require_connected(self, peer: AgentName) -> None:
         if peer in self._leaving:
             raise PostFailed(f"{peer} is disconnected")
-
-    def _discard(self, handle: Handle) -> None:
-        self._has_failed = True
-        self._let_go(handle)
 
     def _table(self, address: Int64Array, length_bytes: Int64Array, device_id: int) -> npt.NDArray[np.uint64]:
         table = np.empty((address.size, 3), dtype=np.uint64)
@@ -185,6 +185,8 @@ class NixlTransport(Transport):
         try:
             progress = _PROGRESS.get(self._agent.check_xfer_state(self._handles[handle]), Progress.FAILED)
         except self._errors:
+            progress = Progress.FAILED
+        if handle in self._half_posted:
             progress = Progress.FAILED
         self._has_failed |= progress is Progress.FAILED
         return progress
@@ -199,6 +201,7 @@ class NixlTransport(Transport):
         except self._errors:
             return False
         del self._handles[handle]
+        self._half_posted.discard(handle)
         self._forget_if_idle(self._peer_of.pop(handle))
         return True
 
