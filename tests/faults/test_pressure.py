@@ -15,7 +15,9 @@ from tests.faults.conftest import CROWDED, LONG_TOKENS, start_pair
 pytestmark = [pytest.mark.engines, pytest.mark.faults, pytest.mark.timeout(900)]
 
 NUM_BLOCKS = 48
-"""1,536 tokens: two or three prompts of `CROWDED` on P; on D as many, but not their answers too."""
+"""Of P: 1,536 tokens, two or three prompts of `CROWDED`."""
+NUM_DECODE_BLOCKS = 36
+"""1,152 tokens: two of these prompts, but not their answers too."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,8 @@ def small_pair(right: Expected, tmp_path_factory: pytest.TempPathFactory) -> Ite
         tmp_path_factory.mktemp("faults"),
         max_model_len=1024,
         max_num_batched_tokens=128,
-        engine_args=("--num-gpu-blocks-override", str(NUM_BLOCKS)),
+        prefill_args=("--num-gpu-blocks-override", str(NUM_BLOCKS)),
+        decode_args=("--num-gpu-blocks-override", str(NUM_DECODE_BLOCKS)),
     ) as started:
         yield started
 

@@ -341,7 +341,8 @@ class Stage:
             self.run(2)
 
     def tick_apart(self, rank: int, tenths: int) -> None:
-        """Only this rank gets its turn while a little time passes."""
+        """Only this rank gets its turn while a little time passes; the others may look silent to it."""
+        self.is_faultless = False
         self.world.now_s += tenths / 10
         self._turn(self._rank(rank))
 
