@@ -16,7 +16,7 @@ test: setup ## static checks, then every test, real engines last
 	@scripts/check
 	@scripts/test
 
-test-faults: setup ## real engines that are killed, stopped and starved; half an hour
+test-faults: setup ## real engines that are killed, stopped and starved; three quarters of an hour
 	@scripts/test-faults
 
 check: setup ## static checks only: format, lint, types, import contracts
